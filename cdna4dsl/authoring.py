@@ -249,7 +249,7 @@ class Kernel:
             raise TypeError(f"a {spec.kind} operand cannot be a {type(value).__name__}")
         if spec.element in ("f32", "f16") and isinstance(value, int):
             value = float(value) if value else 0
-        if spec.element not in ("f32", "f16", "f64") and isinstance(value, float):
+        if spec.element not in ("f32", "f16", "f64", "b32") and isinstance(value, float):
             raise TypeError(f"a {spec.element} operand cannot be the float {value}; use bits() for a pattern")
         return Imm.of(value)
 
