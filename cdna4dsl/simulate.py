@@ -200,7 +200,7 @@ class _Code:
     def __init__(self, program: Program, get):
         slot = get("issue.slot")
         shared = get("issue.shared_memory_port")
-        category = {_MFMA: 1, _VALU: 1, _SALU: 2, _SMEM: 2, _LDS: 4, _VMEM: 4 if shared else 8, _JUMP: 16}
+        category = {_MFMA: 1 if get("matrix.other_wave_after") else 32, _VALU: 1, _SALU: 2, _SMEM: 2, _LDS: 4, _VMEM: 4 if shared else 8, _JUMP: 16}
         n = len(program.instructions)
         self.kind, self.category, self.clk, self.extra = [0] * n, [0] * n, [slot] * n, [None] * n
         self.producer = [0] * n   # a memory instruction: how many instructions before it a VALU wrote what it reads (0: none near)
@@ -405,7 +405,8 @@ def _run(program, code, traces, per_group, get, params, record) -> _Run:
                     d = clk[i]
                     most = d - slot if d > slot + slot else slot
                     pipe_free[s] = t + d
-                    valu_free[s] = t + slot
+                    if other_shadow:
+                        valu_free[s] = t + slot
                     matrix_wave[s] = w
                     own_until[s] = t + (shadow if shadow < most else most)
                     other_until[s] = t + (other_shadow if other_shadow < most else most)
