@@ -28,7 +28,7 @@ _NEVER = 1 << 60
 
 
 class SimulationError(RuntimeError):
-    """The waves cannot go on (a barrier that some never reach), or the input does not fit the program."""
+    """The traces or the parameters do not fit the program."""
 
 
 @define(eq=False)
@@ -105,7 +105,8 @@ def bank_clocks(addresses, dwords: int, kind: str, mask=None, *, params: dict | 
     """clk that one access holds its 128 B/clk bus.
 
     addresses: a byte address a lane (64). kind: "read" (transposed reads too) or "write". mask: active lanes, as 64
-    booleans or an int. Without a conflict this is 256 bytes a dword over the bus width: b32 2, b64 4, b128 8.
+    booleans or an int; a lane whose address is past the end of LDS counts as inactive too. Without a
+    conflict this is 256 bytes a dword over the bus width: b32 2, b64 4, b128 8.
     """
     get = _params(params)
     banks, phases = _phases(get(f"lds.phases.{kind}_b{32 * dwords}"))
@@ -115,6 +116,8 @@ def bank_clocks(addresses, dwords: int, kind: str, mask=None, *, params: dict | 
     else:
         active = [bool(mask >> i & 1) for i in range(64)] if isinstance(mask, int) else list(mask)
     first = address.tolist()
+    end = get("lds.bytes") // 4
+    active = [on and word < end for on, word in zip(active, first)]
     turns = 0
     for lanes in phases:
         words = {first[lane] + d for lane in lanes if active[lane] for d in range(dwords)}
@@ -548,11 +551,6 @@ def _run(program, code, traces, per_group, get, params, record) -> _Run:
             due[s] = at
             heapq.heappush(heap, (at, s))
 
-    stuck = [entry for g in waiting for entry in g]
-    if stuck:
-        w, _, i = stuck[0]
-        inst = program.instructions[i]
-        raise SimulationError(f"{inst.where}: wave {w % per_group} and {len(stuck) - 1} more wait at a barrier that the others never reach")
     for coming in arriving:
         lds_clk += sum(d for _, d in coming)
     return _Run(traces, simd, issued, memory, stalls, log, lds_clk, vmem_clk)

@@ -12,11 +12,11 @@ from .asm import instruction_text, write_atomic
 from .program import Program
 from .simulate import CATEGORIES, REASONS, SimResult
 
-# What a wave does, in the order of the legend. The first six are instructions in their issue slot, the rest is waiting.
+# What a wave does, in the order of the legend. The first five are instructions in their issue slot, the rest is waiting.
 COLOURS = {
     "MFMA": (31, 88, 170), "VALU": (214, 105, 10), "LDS": (27, 140, 90), "memory": (128, 62, 160), "scalar": (120, 120, 120),
     "waits for matrix or VALU": (255, 217, 170), "waits for LDS or scalar loads": (175, 226, 196), "waits for memory": (217, 190, 234),
-    "barrier": (246, 170, 178), "s_nop, branch, lost slot": (214, 214, 214),
+    "barrier": (246, 170, 178), "slot goes to another wave": (250, 235, 95), "s_nop, branch": (214, 214, 214),
 }
 _DARK_MFMA = (12, 50, 110)
 _UNIT_COLOUR = ("MFMA", "VALU", "scalar", "LDS", "memory", "scalar", "scalar")
@@ -24,7 +24,7 @@ _REASON_COLOUR = {
     "matrix pipe": "waits for matrix or VALU", "matrix shadow": "waits for matrix or VALU", "valu": "waits for matrix or VALU",
     "valu result": "waits for matrix or VALU", "vmcnt": "waits for memory", "vmem queue": "waits for memory",
     "lgkmcnt": "waits for LDS or scalar loads", "lds queue": "waits for LDS or scalar loads", "barrier": "barrier",
-    "issue slot": "s_nop, branch, lost slot", "s_nop": "s_nop, branch, lost slot", "branch": "s_nop, branch, lost slot",
+    "issue slot": "slot goes to another wave", "s_nop": "s_nop, branch", "branch": "s_nop, branch",
 }
 _MATRIX, _VALU = CATEGORIES.index("matrix"), CATEGORIES.index("valu")
 
@@ -190,6 +190,8 @@ def png(result: SimResult, program: Program, path: str | Path, window: tuple[int
     for t in range(-(-start // step) * step, end, step):
         x = left + (t - start) * plot // span
         draw.line((x, bottom, x, bottom + 7), fill=dark, width=2)
+        if x > left + plot - 50:
+            continue
         draw.text((x, bottom + 11), f"{t:,}", fill=dark, font=_font(17), anchor="ma")
     draw.text((left + plot + 10, bottom + 11), "clk", fill=dark, font=_font(17))
 

@@ -177,6 +177,7 @@ def test_bank_conflicts():
     # ... and a rotation of every other row by 128 bytes removes it
     assert bank_clocks(lanes(lambda i: (16 * (i % 8) + 128 * (i // 8 % 2)) + 256 * (i // 8)), 4, "read") < 16
     assert bank_clocks(lanes(lambda i: 256 * i), 4, "read", mask=1) == 2
+    assert bank_clocks(lanes(lambda i: 256 * i if i == 0 else 0xFFFFFFFF), 4, "read") == 2
     assert bank_clocks(lanes(lambda i: 128 * i), 2, "write") == 4 * 16
 
 
