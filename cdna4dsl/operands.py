@@ -12,6 +12,18 @@ _SHORT = {"VOP1", "VOP2", "VOPC"}
 _IMPLIED = {"clamp", "omod"}  # every VOP3 form has them
 
 
+# Registers of an f8f6f4 operand by its format (cbsz for A, blgp for B): e4m3, e5m2, e2m3, e3m2, e2m1. ISA 7.1.
+_F8F6F4_DWORDS = (8, 8, 6, 6, 4)
+
+
+def operand_dwords(spec: InstructionSpec, o: OperandSpec, mods: dict[str, int]) -> int:
+    """Registers an operand has under these modifiers."""
+    if spec.mnemonic.endswith("_f8f6f4") and o.name in ("src0", "src1"):
+        code = mods.get("cbsz" if o.name == "src0" else "blgp", 0)
+        return _F8F6F4_DWORDS[code] if code < len(_F8F6F4_DWORDS) else o.dwords
+    return o.dwords
+
+
 def _is_float(spec: OperandSpec) -> bool:
     return spec.element in ("f32", "f16", "f64")
 
@@ -55,7 +67,7 @@ def _register(o: OperandSpec, r: Reg, dwords: int) -> str | None:
 
 
 def _operand(spec: InstructionSpec, form: Form, o: OperandSpec, value: Operand, mods: dict[str, int]) -> str | None:
-    kind, dwords = o.kind, o.dwords
+    kind, dwords = o.kind, operand_dwords(spec, o, mods)
     if kind == "label":
         return None if isinstance(value, (Label, Imm)) else "expected a label"
     if kind in ("imm", "waitcnt"):
