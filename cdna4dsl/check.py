@@ -58,7 +58,8 @@ def _names(mask: int) -> str:
 
 @frozen
 class Finding:
-    """``have`` and ``need`` are wait states, or for a wait the s_waitcnt that would cover. ``index``: in the program."""
+    """``have`` and ``need`` are wait states, or for a wait the s_waitcnt that would cover. ``index`` and ``producer`` (of
+    a wait-state finding) are places in the program."""
     rule: str
     severity: str  # error, warning, note
     line: int | None
@@ -68,13 +69,12 @@ class Finding:
     have: int | str | None
     need: int | str | None
     message: str
+    producer: int | None = None
 
 
-def _finding(program: Program, index: int, rule: str, severity: str, message: str, have=None, need=None) -> Finding:
-    if not 0 <= index < len(program.instructions):
-        return Finding(rule, severity, None, "", index, None, have, need, message)
+def _finding(program: Program, index: int, rule: str, severity: str, message: str, have=None, need=None, producer=None) -> Finding:
     i = program.instructions[index]
-    return Finding(rule, severity, i.line, str(i), index, f"{i.python[0]}:{i.python[1]}" if i.python else None, have, need, message)
+    return Finding(rule, severity, i.line, str(i), index, f"{i.python[0]}:{i.python[1]}" if i.python else None, have, need, message, producer)
 
 
 def _said(i: Instruction) -> str:
@@ -450,7 +450,7 @@ def _shortfall_finding(program: Program, n: int, s: Shortfall) -> Finding:
     loop = " around the loop" if s.producer >= n else ""
     message = (f"{_said(inst)} comes {s.have} wait state(s) after {_said(producer)}{loop}; {_names(s.registers)} needs {s.need}: "
                f"add s_nop {min(missing, 16) - 1}{' and more' if missing > 16 else ''} between ({rule.name}: {', '.join(rule.cite.sources)}{note})")
-    return _finding(program, n, rule.name, rule.severity, message, s.have, s.need)
+    return _finding(program, n, rule.name, rule.severity, message, s.have, s.need, s.producer)
 
 
 # -- s_waitcnt --------------------------------------------------------------------------------------------------------
