@@ -294,7 +294,6 @@ class _Builder:
         k.v_min_f32(v[0], 2.0 ** 90, v[0])
         k.v_mul_f32(v[1], 0.125, v[0])
         k.v_readfirstlane_b32(self.a, v[0])
-        k.wait_states(1)
         k.v_readfirstlane_b32(self.a_8, v[1])
         k.s_xor_b32(self.neg_a, self.a, bits(0x80000000))
         k.s_mov_b32(self.eps, bits(0xB4000000))                   # -2^-23
@@ -439,7 +438,6 @@ class _Builder:
         k.comment("P of the first 64 keys")
         first = self.lean_p(0)
         k.place(first[:32])
-        k.waitcnt(lgkmcnt=0)
         for f in range(3, 6):
             self.read_v(f, buffer)
         k.place(first[32:])
@@ -457,7 +455,8 @@ class _Builder:
     def epilogue(self) -> None:
         k, (t0, t1, t2) = self.k, self.t
         k.comment("O = O^T descale / l in bf16; LSE = scale max + ln(l / 448). A row that saw no key: 0 and minus infinity")
-        k.wait_states(20)
+        k.waitcnt(vmcnt=0)                                        # nothing may still write to LDS when the wave ends
+        k.wait_states(5)                                          # l is an MFMA's result
         k.v_rcp_f32(t0, self.l[0])
         k.v_cmp_lg_f32(vcc, 0, self.l[0])
         k.v_log_f32(t1, self.l[0])
@@ -482,7 +481,7 @@ class _Builder:
         k = self.k
         self.prologue()
         k.s_cmp_eq_u32(self.tiles, 0)
-        k.s_cbranch_scc1("empty")
+        k.s_cbranch_scc1("done")
         k.comment("left: rows of K and V not yet asked for, up to the last tile that this workgroup reads")
         k.s_lshl_b32(self.tmp[0], self.tiles, 7)
         k.s_min_u32(self.left, self.left, self.tmp[0])
@@ -500,9 +499,6 @@ class _Builder:
             self.tile(1)
             k.s_cmp_lt_u32(self.t128, self.tiles)
             kv.again("scc1")
-        k.s_branch("done")
-        k.label("empty")
-        k.waitcnt(vmcnt=0)
         k.label("done")
         self.epilogue()
         return k.finalize()

@@ -55,7 +55,9 @@ def instruction_text(inst: Instruction) -> str:
             counts = decode_waitcnt(o.bits)
             waits = {k: v for k, v in counts.items() if v != WAITCNT_MAX[k]} or counts
             words.append(" ".join(f"{k}({v})" for k, v in waits.items()))
-        elif spec.kind == "imm" or spec.kind == "smoff" and isinstance(o, Imm):
+        elif spec.kind == "smoff" and isinstance(o, Imm):
+            words.append(hex(o.signed))
+        elif spec.kind == "imm":
             words.append(str(o.signed) if spec.type != "b16" else hex(o.bits) if o.bits > 64 else str(o.bits))
         else:
             words.append(str(o))
