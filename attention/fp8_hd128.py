@@ -428,8 +428,10 @@ class _Builder:
         self.dma(1 - buffer)
         k.label(f"last_{name}")
         k.s_add_u32(self.t128, self.t128, KEYS)
-        k.comment("S^T = K Q^T")
+        k.comment("S^T = K Q^T; a wave with matrix work goes before one with softmax")
+        k.s_setprio(1)
         self.qk(buffer)
+        k.s_setprio(0)
         for f in range(3):
             self.read_v(f, buffer)
         self.mask(name)
@@ -444,12 +446,14 @@ class _Builder:
         k.waitcnt(lgkmcnt=0)
         k.wait_states(1)
         k.comment("O^T += V^T P^T of the first 64 keys, with P of the last 64 in its shadow")
+        k.s_setprio(1)
         k.place(interleave(self.pv(0), self.lean_p(1), 14))
         for f in range(6, 8):
             self.read_v(f, buffer)
         k.waitcnt(lgkmcnt=0)
         k.comment("O^T += V^T P^T of the last 64 keys")
         k.place(self.pv(1))
+        k.s_setprio(0)
 
     # -- epilogue -----------------------------------------------------------------------------------------------
     def epilogue(self) -> None:

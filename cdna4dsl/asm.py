@@ -22,7 +22,7 @@ TRIPLE, CPU = "amdgcn-amd-amdhsa", "gfx950"
 # e_flags of an object that loads with xnack and sramecc on or off: EF_AMDGPU_MACH_AMDGCN_GFX950 | xnack any | sramecc any.
 E_FLAGS = 0x54F
 
-_FLAGS = ("offen", "idxen", "glc", "sc0", "nt", "sc1", "lds", "gds", "clamp")
+_FLAGS = ("idxen", "offen", "glc", "sc0", "nt", "sc1", "lds", "gds")
 _NUMBERS = ("offset", "cbsz", "abid", "blgp")
 _BITS = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
 
@@ -67,6 +67,8 @@ def instruction_text(inst: Instruction) -> str:
         default = (1 << 3) - 1 if name == "op_sel_hi" else 0
         if name in mods and mods[name] & 7 != default & 7 or name == "op_sel" and mods.get(name):
             text += " " + _bits_text(inst, name, mods[name])
+    if mods.get("clamp"):
+        text += " clamp"
     if mods.get("omod"):
         text += " " + ("mul:2", "mul:4", "div:2")[mods["omod"] - 1]
     for name in _FLAGS[:2]:

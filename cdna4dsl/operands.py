@@ -96,6 +96,8 @@ def _operand(spec: InstructionSpec, form: Form, o: OperandSpec, value: Operand, 
     if value.bank not in banks:
         names = {"v": "VGPR", "a": "AGPR", "s": "SGPR"}
         return f"{value.plain} is a {names[value.bank]}; expected {' or '.join(names[b] for b in banks)}"
+    if o.out and value.bank == "s" and value.index >= 124 and (spec.family == "SMEM" or "lane" in spec.classes):
+        return f"{spec.mnemonic} cannot write {value.plain}; SGPRs and vcc it can"
     return _register(o, value, dwords)
 
 
@@ -143,6 +145,9 @@ def validate(spec: InstructionSpec, form: Form, operands: dict[str, Operand], mo
     for name in operands.keys() - {o.name for o in spec.operands}:
         problems.append(f"there is no operand '{name}' ({', '.join(x.name for x in spec.operands)})")
     problems += _modifiers(spec, form, mods)
+    literals = {str(v) for o in spec.operands if o.kind in ("src", "ssrc") and isinstance(v := operands.get(o.name), Imm) and v.inline_code is None}
+    if len(literals) > 1:
+        problems.append(f"{len(literals)} literals ({', '.join(sorted(literals))}); an instruction holds one")
     if not problems and spec.unit == "valu":
         problems += _constant_bus(spec, operands)
     if not problems and spec.unit == "matrix":

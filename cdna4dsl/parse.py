@@ -23,7 +23,7 @@ start: MNEMONIC [operand ("," operand)* modifier*]
         | plain
 plain: REGISTER -> register
      | RANGE -> range
-     | "|" REGISTER "|" -> absolute
+     | "|" plain "|" -> absolute
      | "abs" "(" plain ")" -> absolute
      | "neg" "(" plain ")" -> negated
      | FLOAT -> float
@@ -109,7 +109,7 @@ def _plain(node, symbols) -> Operand | int | float:
             raise _Bad(f"{first}: the range runs backwards", first.column)
         return Reg(first[0], ends[0], ends[-1] - ends[0] + 1)
     if kind in ("absolute", "negated"):
-        inner = Reg(first[0], int(first[1:])) if isinstance(first, lark.Token) else _plain(first, symbols)
+        inner = _plain(first, symbols)
         if not isinstance(inner, Reg):
             raise _Bad("a modifier needs a register")
         return abs(inner) if kind == "absolute" else -inner
@@ -166,7 +166,7 @@ def _instruction(text: str, symbols: dict[str, int]) -> Instruction:
     for o, value in zip(specs, values):
         if isinstance(value, (int, float)):
             try:
-                if isinstance(value, float) and not (o.element in ("f32", "b32", "f16")):
+                if isinstance(value, float) and (o.dwords > 1 and o.element != "f32" or o.kind not in ("src", "ssrc", "vcsrc")):
                     raise ValueError(f"a {o.element} operand cannot be the float {value}")
                 value = Imm.of(value)
             except (ValueError, OverflowError, struct.error) as e:
