@@ -608,7 +608,7 @@ def _check_lds_dma(program: Program, blocks: list[Block]) -> list[Finding]:
                     state = {d: v for d, v in state.items() if d not in suspects}
             if inst.spec.unit == "vmem":
                 dma = inst.is_lds_dma
-                state = {d: evolve(v, younger=v.younger + 1, youngest=v.youngest and not dma) for d, v in state.items() if v.younger < _VM_MAX}
+                state = {d: Dma(v.younger + 1, v.barriers, v.unwaited, v.youngest and not dma, v.certain) for d, v in state.items() if v.younger < _VM_MAX}
                 if dma:
                     state[n] = Dma(0, 0, True, True)
             elif effect == "barrier":
