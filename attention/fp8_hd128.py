@@ -444,7 +444,6 @@ class _Builder:
             self.read_v(f, buffer)
         k.place(first[32:])
         k.waitcnt(lgkmcnt=0)
-        k.wait_states(1)
         k.comment("O^T += V^T P^T of the first 64 keys, with P of the last 64 in its shadow")
         k.s_setprio(1)
         k.place(interleave(self.pv(0), self.lean_p(1), 14))

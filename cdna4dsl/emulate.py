@@ -761,7 +761,7 @@ class _Code:
             raw = [file[i, m.w] for i in x.units]
         if element in ("u64", "b64", "i64") and x.count == 2:
             return raw[0].astype(U64) | raw[1].astype(U64) << U64(32)
-        if dwords > 1:
+        if x.count > 1:
             if self.packed and element == "f32":
                 return self._packed(m, raw, position)
             return np.stack(raw)

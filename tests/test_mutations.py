@@ -18,13 +18,13 @@ def without(program: Program, index: int) -> Program:
 
 
 def test_there_is_something_to_delete():
-    assert len(SITES) > 20
+    assert len(SITES) > 20 and not check.check(PROGRAM)
 
 
 @pytest.mark.parametrize("index", SITES, ids=lambda n: f"{n}-{PROGRAM.instructions[n]}".replace(" ", "_"))
 def test_deletion_is_noticed(index):
     mutant = without(PROGRAM, index)
-    if check.failing(check.check(mutant)):
+    if check.check(mutant):  # a note counts too: the whole kernel has none
         return
     try:
         assert emulate.run(mutant, attention.launch(ENTRY, mutant, PROBLEM)).faults, f"nobody misses {PROGRAM.instructions[index]}"
@@ -35,4 +35,4 @@ def test_deletion_is_noticed(index):
 def test_barrier_deletion_is_noticed():
     for index in [n for n, i in enumerate(PROGRAM.instructions) if i.mnemonic == "s_barrier"]:
         mutant = without(PROGRAM, index)
-        assert check.failing(check.check(mutant)) or emulate.run(mutant, attention.launch(ENTRY, mutant, PROBLEM)).faults
+        assert check.check(mutant) or emulate.run(mutant, attention.launch(ENTRY, mutant, PROBLEM)).faults
