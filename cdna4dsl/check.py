@@ -583,13 +583,11 @@ def _uncovered(program: Program, n: int, touch: Touch, p: Pending) -> list[Findi
 # -- LDS-DMA ----------------------------------------------------------------------------------------------------------
 @frozen
 class Dma:
-    """An LDS-DMA load under way: younger VMEM instructions, barriers since, no vmcnt wait since, no LDS-DMA since; on
-    every path."""
+    """An LDS-DMA load under way: younger VMEM instructions, barriers since, no vmcnt wait since, no LDS-DMA since."""
     younger: int
     barriers: int
     unwaited: bool
     youngest: bool
-    certain: bool = True
 
 
 def _check_lds_dma(program: Program, blocks: list[Block]) -> list[Finding]:
@@ -604,11 +602,11 @@ def _check_lds_dma(program: Program, blocks: list[Block]) -> list[Finding]:
             if findings is not None:
                 suspects = _dma_suspects(inst, state)
                 if suspects:
-                    findings.append(_dma_finding(program, n, suspects[0], any(state[d].certain for d in suspects)))
+                    findings.append(_dma_finding(program, n, suspects[0]))
                     state = {d: v for d, v in state.items() if d not in suspects}
             if inst.spec.unit == "vmem":
                 dma = inst.is_lds_dma
-                state = {d: Dma(v.younger + 1, v.barriers, v.unwaited, v.youngest and not dma, v.certain) for d, v in state.items() if v.younger < _VM_MAX}
+                state = {d: Dma(v.younger + 1, v.barriers, v.unwaited, v.youngest and not dma) for d, v in state.items() if v.younger < _VM_MAX}
                 if dma:
                     state[n] = Dma(0, 0, True, True)
             elif effect == "barrier":
@@ -621,8 +619,7 @@ def _check_lds_dma(program: Program, blocks: list[Block]) -> list[Finding]:
         out = {}
         for d in a.keys() | b.keys():
             u, v = a.get(d, b.get(d)), b.get(d, a.get(d))
-            out[d] = Dma(min(u.younger, v.younger), max(u.barriers, v.barriers), u.unwaited or v.unwaited, u.youngest or v.youngest,
-                         d in a and d in b and u.certain and v.certain)
+            out[d] = Dma(min(u.younger, v.younger), max(u.barriers, v.barriers), u.unwaited or v.unwaited, u.youngest or v.youngest)
         return out
 
     findings: list[Finding] = []
@@ -640,13 +637,11 @@ def _dma_suspects(inst: Instruction, state: dict[int, Dma]) -> list[int]:
     return []
 
 
-def _dma_finding(program: Program, n: int, dma: int, certain: bool) -> Finding:
+def _dma_finding(program: Program, n: int, dma: int) -> Finding:
     inst, load = program.instructions[n], program.instructions[dma]
     if _effect_of(inst.spec) == "end":
-        # on some path only: a guard that the checker cannot evaluate may exclude it
-        return _finding(program, n, "lds-dma-at-end", "warning" if certain else "note",
-                        f"{_said(inst)} is reached{'' if certain else ' on some path'} while {_said(load)} may still write LDS, which may by then belong "
-                        "to another workgroup: wait for vmcnt first", "pending", "vmcnt(0)")
+        return _finding(program, n, "lds-dma-at-end", "warning", f"{_said(inst)} is reached on some path while {_said(load)} may still write LDS, which may "
+                        "by then belong to another workgroup: wait for vmcnt first", "pending", "vmcnt(0)")
     return _finding(program, n, "lds-dma-unwaited", "warning", f"{_said(inst)} follows a barrier, but no s_waitcnt vmcnt stands between {_said(load)} and that "
                     "barrier, which does not wait for loads: if the data is what is read here, wait first. A guess without addresses; the emulator's strict "
                     "mode decides", "pending", "vmcnt before s_barrier")
