@@ -64,7 +64,7 @@ def instruction_text(inst: Instruction) -> str:
     text = inst.mnemonic + inst.form.suffix + (" " + ", ".join(words) if words else "")
     mods = inst.mods
     for name in _BITS:
-        default = (1 << 3) - 1 if name == "op_sel_hi" else 0
+        default = 7 if name == "op_sel_hi" and inst.form.encoding == "VOP3P" else 0
         if name in mods and mods[name] & 7 != default & 7 or name == "op_sel" and mods.get(name):
             text += " " + _bits_text(inst, name, mods[name])
     if mods.get("clamp"):

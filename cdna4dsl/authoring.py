@@ -233,7 +233,7 @@ class Kernel:
         problems = validate(spec, form, ops, values)
         if problems:
             _fail(f"{mnemonic}: " + "; ".join(problems))
-        inst = Instruction(spec, form, ops, {k: v for k, v in values.items() if v or k == "op_sel_hi"}, comment, python_place())
+        inst = Instruction(spec, form, ops, {k: v for k, v in values.items() if v or k == "op_sel_hi" and form.encoding == "VOP3P"}, comment, python_place())
         self._out.append(inst)
         return inst
 

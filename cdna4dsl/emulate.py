@@ -4,11 +4,13 @@ Waves at the same place run together; where control flow differs the group furth
 come together again. Semantics come from the specs, compiled once an instruction.
 
 Strict mode (the default) reports, as faults: a register read or overwritten before the load that fills it is waited
-for; a register or LDS bytes never written; LDS filled by LDS-DMA read before the wait; two waves on the same LDS dword
-without a barrier between; an MFMA result used before its wait states have passed.
+for; a register or LDS bytes never written; LDS filled by LDS-DMA used before the wait; two waves on the same LDS dword
+without a barrier after the first access was complete; a result used before the wait states of ``hazards.isa`` have
+passed (mfma-wait for matrix results); a transposing LDS read under a partial EXEC or at an odd address.
 
 Model notes. Raw buffers (stride 0): each dword is in range if its offset (vaddr + immediate) + 4 <= num_records -
-soffset; else loads give 0 and stores are dropped. LDS-DMA writes LDS at M0[17:0] + immediate + lane x size.
+soffset; else loads give 0 and stores are dropped. LDS-DMA writes LDS at M0[17:0] + immediate + lane x size. A bare
+fragment (no descriptor) has all of LDS, its registers count as written, and f32 denormals are flushed.
 """
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from . import numerics as nm
+from .check import _consumed, _hazard, wait_states
 from .isa import InstructionSpec, load
 from .launch import Launch
 from .program import Imm, Instruction, KernelInfo, Label, Off, Program, Reg, decode_waitcnt
@@ -91,12 +94,12 @@ def _to_f32(x):
 
 
 _STATELESS = {
-    **{name: _cast(name) for name in _CASTS}, "f32": _to_f32, "fma": nm.fma, "fmax": np.fmax, "fmin": np.fmin, "med3": nm.med3,
+    **{name: _cast(name) for name in _CASTS}, "f32": _to_f32, "fma": nm.fma, "fmax": nm.fmax, "fmin": nm.fmin, "med3": nm.med3,
     "rndne": np.rint, "floor": np.floor, "exp2": lambda x: np.exp2(x.astype(np.float64)).astype(F32),
     "log2": lambda x: np.log2(x.astype(np.float64)).astype(F32), "rcp": lambda x: (1.0 / x.astype(np.float64)).astype(F32),
     "rsq": lambda x: (1.0 / np.sqrt(x.astype(np.float64))).astype(F32), "sqrt": lambda x: np.sqrt(x.astype(np.float64)).astype(F32),
     "f32_to_bf16": nm.f32_to_bf16, "f32_to_u32": lambda x: nm.float_to_int(x, U32), "f32_to_i32": lambda x: nm.float_to_int(x, I32),
-    "byte_perm": nm.byte_perm, "transpose": nm.transpose, "mfma": nm.mfma,
+    "byte_perm": nm.byte_perm, "transpose": nm.transpose, "mfma": nm.mfma, "mfma_scale": nm.mfma_scale,
 }
 _WORDS = {"f8f6f4", "fp8", "bf16", "f16"}
 _EFFECTS_ON_OPERANDS = {"permlane_swap"}
@@ -153,8 +156,19 @@ def _source(spec: InstructionSpec) -> str:
     return f"def {spec.mnemonic}(E, {', '.join(reads)}):\n" + "".join(f"    {line}\n" for line in body)
 
 
+def _calls(node) -> set[str]:
+    """Every builtin that a piece of semantics calls."""
+    if not isinstance(node, tuple):
+        return set()
+    own = {node[1]} if node and node[0] == "call" else set()
+    return own.union(*(_calls(child) for child in node))
+
+
 @functools.lru_cache(None)
-def _semantics(spec: InstructionSpec) -> Callable:
+def _semantics(spec: InstructionSpec) -> Callable | None:
+    """None if the semantics are missing or call something unknown."""
+    if not spec.semantics_text or any(c not in _STATELESS and not hasattr(_Machine, c) for c in _calls(spec.semantics)):
+        return None
     scope = {"np": np, **_STATELESS}
     exec(compile(_source(spec), f"<semantics of {spec.mnemonic}>", "exec"), scope)
     return scope[spec.mnemonic]
@@ -186,8 +200,8 @@ class _Machine:
         self.all_active = True
         self.group_of = np.repeat(np.arange(len(groups)), per_group)
         self.wave_in_group = np.tile(np.arange(per_group), len(groups))
-        self.lds = np.zeros((len(groups), max(4, -(-info.lds_bytes // 4) * 4)), np.uint8)
-        self.lds_bytes = info.lds_bytes
+        self.lds_bytes = info.lds_bytes if program.info else load().param("lds.bytes")
+        self.lds = np.zeros((len(groups), max(4, -(-self.lds_bytes // 4) * 4)), np.uint8)
         self.flush = info.float_denorm_32 == 0
         self.u8_rounding = self.param("numerics.cvt_pk_u8_rounding")
         if self.param("numerics.mfma_accumulate") != "exact":
@@ -234,29 +248,29 @@ class _Machine:
         self.pending = {bank: np.zeros((n, count), np.int64) for bank, n in units.items()}   # sequence number of the load
         self.pending_by = {bank: np.zeros((n, count), np.int8) for bank, n in units.items()}  # 1 vm, 2 lds, 3 smem
         self.pending_at = {bank: np.zeros((n, count), np.int32) for bank, n in units.items()}  # its instruction
-        self.matrix_slot = {bank: np.full((n, count), -1000, np.int64) for bank, n in units.items()}
-        self.matrix_at = {bank: np.zeros((n, count), np.int32) for bank, n in units.items()}
         self.written = {bank: np.zeros((n, count), bool) for bank, n in units.items()}
         whole = self.program.info is None
         for bank in units:
             self.written[bank][:] = whole
         self.written["v"][0] = True
         self.written["s"][:self.initial_sgprs] = True
-        self.written["s"][126:128] = True
+        self.written["s"][[*range(102, 106), 126, 127]] = True  # flat_scratch, xnack_mask, exec
         self.watch_pending: set = set()
-        self.watch_matrix: set = set()
         self.watch_unwritten = {(b, i) for b, n in units.items() for i in range(n) if not self.written[b][i].all()}
         dwords = self.lds.shape[1] // 4
         groups = len(self.groups)
-        self.lds_written = np.zeros((groups, dwords), bool)
-        self.lds_writer = np.full((groups, dwords), -1, np.int16)
-        self.lds_write_epoch = np.full((groups, dwords), -1, np.int32)
-        self.lds_reader = np.full((groups, dwords), -1, np.int16)
-        self.lds_read_epoch = np.full((groups, dwords), -1, np.int32)
-        self.lds_pending = np.zeros((groups, dwords), bool)
-        self.epoch = np.zeros(groups, np.int32)
-        self.dma: list[list] = []      # [waves, sequence numbers, dwords [n, k], done flags]
-        self.rules = {h.name: h.wait for h in load().hazards}
+        shape = (groups, dwords)
+        self.lds_written = np.zeros(shape, bool)
+        self.lds_owner = np.full(shape, -1, np.int16)       # wave that last issued a write
+        self.lds_writer, self.lds_write_epoch = np.full(shape, -1, np.int16), np.full(shape, -1, np.int32)
+        self.lds_reader, self.lds_read_epoch = np.full(shape, -1, np.int16), np.full(shape, -1, np.int32)
+        self.lds_pending = np.zeros(shape, np.int32)        # number of the LDS-DMA access that still fills it
+        self.epoch = np.zeros(groups, np.int32)             # barriers passed
+        self.dma: list[_LdsAccess] = []                     # LDS-DMA loads not yet waited for
+        self.ds_open: list[_LdsAccess] = []                 # ds_* accesses not yet waited for
+        self.dma_count = 0
+        self.pairs = _close_pairs(self.program) if self.strict else {}
+        self.issued_at = {p: np.full(count, -1000, np.int64) for pairs in self.pairs.values() for p, *_ in pairs}
 
     def fault(self, kind: str, message: str, bad: np.ndarray, cause: int | None = None, lanes: np.ndarray | None = None) -> None:
         """Record a fault once an instruction and kind. bad: which waves of the running group."""
@@ -381,6 +395,8 @@ class _Machine:
             else:
                 ordered = self.sm_issued[w] == self.sm_done[w]  # SMEM returns out of order: only 0 covers
                 self.ds_done[w] = np.where(ordered, np.maximum(self.ds_done[w], self.ds_issued[w] - n), self.ds_done[w])
+            if self.ds_open:
+                self.ds_open = [a for a in self.ds_open if (a.sequence > self.ds_done[a.waves]).any()]
 
     # -- memory --
     def smem_load(self, dwords: int, base, offset):
@@ -452,10 +468,12 @@ class _Machine:
             wave, lane = np.argwhere(odd)[0]
             self.stop("lds-alignment", f"LDS address {int(at[wave, lane]):#x} is not aligned", int(wave), int(lane))
 
-    def _dwords_at(self, at: np.ndarray, dwords: int, active: np.ndarray):
-        """(workgroup [n, 1, 1], dword indices [n, 64, dwords]); inactive lanes point at dword 0."""
-        index = np.where(active, at, 0)[..., None] // 4 + np.arange(dwords)
-        return np.arange(len(self.groups))[self.group_of[self.w]][:, None, None], index
+    def _lds_access(self, at: np.ndarray, dwords: int, active: np.ndarray, sequence: np.ndarray, write: bool) -> "_LdsAccess":
+        row, lane = np.nonzero(active)
+        index = at[row, lane][:, None] // 4 + np.arange(dwords)
+        waves = np.arange(self.count)[self.w]
+        number = self.wave_in_group[waves].astype(np.int16)
+        return _LdsAccess(waves, sequence[self.w].copy(), row, lane, self.group_of[waves[row]][:, None], index, number[row][:, None], write)
 
     def _log_lds(self, at: np.ndarray, active: np.ndarray) -> None:
         if self.recorded is not None:
@@ -467,94 +485,129 @@ class _Machine:
         at = np.broadcast_to(np.asarray(address).astype(np.int64) + offset, (self.n, 64))
         active = self.active()
         self._lds_range(at, 4 * dwords, active)
-        group, index = self._dwords_at(at, dwords, active)
-        data = self.lds.view(U32)[group, index]
         self.ds_issued[self.w] += 1
         self._log_lds(at, active)
+        access = self._lds_access(at, dwords, active, self.ds_issued, False)
         if self.strict:
-            self._lds_read_checks(group, index, active)
-        return np.moveaxis(data, 2, 0)
+            if "lds_tr" in self.inst.spec.classes:
+                self._transpose_checks(at, active)
+            self._lds_read_checks(access)
+            self.ds_open.append(access)
+        found = self.lds.view(U32)[access.group, access.index]
+        if len(access.row) == self.n * 64:
+            return np.moveaxis(found.reshape(self.n, 64, dwords), 2, 0)
+        data = np.zeros((dwords, self.n, 64), U32)
+        data[:, access.row, access.lane] = found.T
+        return data
 
-    def _lds_read_checks(self, group, index, active) -> None:
-        live = active[..., None]
-        bad = self.lds_pending[group, index] & live
+    def _transpose_checks(self, at, active) -> None:
+        if not active.all():
+            self.fault("transpose-exec", "lanes give each other data: EXEC must be all ones", ~active.all(1), lanes=~active[int(np.argmin(active.all(1)))])
+        odd = active & (at % 8 != 0)
+        if odd.any():
+            wave = int(np.argmax(odd.any(1)))
+            self.fault("transpose-alignment", f"LDS address {int(at[odd][0]):#x} is not a multiple of 8", odd.any(1), lanes=odd[wave])
+
+    def _lds_fault(self, kind: str, message: str, access: "_LdsAccess", bad: np.ndarray) -> None:
+        """bad: which dwords [active lanes, dwords] of the access."""
+        lanes, waves = np.zeros(64, bool), np.zeros(self.n, bool)
+        hit = bad.any(axis=1)
+        first = access.row[int(np.argmax(hit))]
+        lanes[access.lane[hit & (access.row == first)]] = True
+        waves[first] = True
+        self.fault(kind, message, waves, lanes=lanes)
+
+    def _lds_read_checks(self, a: "_LdsAccess") -> None:
+        at = a.group, a.index
+        bad = self.lds_pending[at] != 0
         if bad.any():
-            self.fault("lds-dma-pending", "reads LDS that an LDS-DMA load fills; the issuing wave has not waited for it (vmcnt)", bad.any((1, 2)), lanes=bad.any(2)[int(np.argmax(bad.any((1, 2))))])
-        bad = ~self.lds_written[group, index] & live
+            self._lds_fault("lds-dma-pending", "reads LDS that an LDS-DMA load fills; the issuing wave has not waited for it (vmcnt)", a, bad)
+        bad = ~self.lds_written[at]
         if bad.any():
-            self.fault("lds-unwritten", "reads LDS bytes that were never written", bad.any((1, 2)), lanes=bad.any(2)[int(np.argmax(bad.any((1, 2))))])
-        me = self.wave_in_group[self.w][:, None, None]
+            self._lds_fault("lds-unwritten", "reads LDS bytes that were never written", a, bad)
+        bad = (self.lds_writer[at] != a.number) & (self.lds_write_epoch[at] == self.epoch[a.group])
+        if bad.any():
+            other = int(self.lds_writer[at][bad][0])
+            self._lds_fault("lds-race", f"reads LDS that wave {other} wrote, with no s_barrier since that write was complete", a, bad)
+        self._mark_read(a, slice(None))
+
+    def _mark_read(self, a: "_LdsAccess", which) -> None:
+        """Remember the reader of each dword in this epoch; -2 for several."""
+        group, index, number = a.group[which], a.index[which], a.number[which]
         epoch = self.epoch[group]
-        writer = self.lds_writer[group, index]
-        bad = (writer != me) & (self.lds_write_epoch[group, index] == epoch) & live
-        if bad.any():
-            wave = int(np.argmax(bad.any((1, 2))))
-            other = int(writer[wave][bad[wave]][0])
-            self.fault("lds-race", f"reads LDS that wave {other} wrote with no s_barrier between", bad.any((1, 2)), lanes=bad.any(2)[wave])
-        # the last reader; -2 for several in one epoch
-        same = self.lds_read_epoch[group, index] == epoch
-        reader = np.where(same & (self.lds_reader[group, index] != me), np.int16(-2), me.astype(np.int16))
-        g, i, r = np.broadcast_to(group, index.shape)[active], index[active], reader[active]
-        # two waves that run together: mark a dword that both read as read by several
-        self.lds_reader[g, i] = r
-        clash = self.lds_reader[g, i] != r
+        others = (self.lds_read_epoch[group, index] == epoch) & (self.lds_reader[group, index] != number)
+        self.lds_reader[group, index] = reader = np.where(others, np.int16(-2), number)
+        clash = self.lds_reader[group, index] != reader     # waves that read it in this same step
         if clash.any():
-            self.lds_reader[g[clash], i[clash]] = -2
-        self.lds_read_epoch[g, i] = self.epoch[g]
+            self.lds_reader[np.broadcast_to(group, index.shape)[clash], index[clash]] = -2
+        self.lds_read_epoch[group, index] = epoch
 
     def lds_store(self, dwords: int, address, offset, data) -> None:
         at = np.broadcast_to(np.asarray(address).astype(np.int64) + offset, (self.n, 64))
-        active = self.active()
         self.ds_issued[self.w] += 1
-        self._lds_write(at, data, active, dma=False)
+        self._lds_write(at, data, self.active(), dma=False)
 
     def _lds_write(self, at, data, active, dma: bool) -> None:
         dwords = data.shape[0]
         at = np.broadcast_to(at, (self.n, 64))
         self._lds_range(at, 4 * dwords, active)
         self._log_lds(at, active)
-        group, index = self._dwords_at(at, dwords, active)
-        g, i = np.broadcast_to(group, index.shape)[active], index[active]
+        a = self._lds_access(at, dwords, active, self.vm_issued if dma else self.ds_issued, True)
         if self.strict:
-            self._lds_write_checks(group, index, active)
-        self.lds.view(U32)[g, i] = np.moveaxis(np.broadcast_to(data, (dwords, self.n, 64)), 0, 2)[active]
-        self.lds_written[g, i] = True
-        if dma:
-            self.lds_pending[g, i] = True
-            self.dma.append([np.arange(self.count)[self.w], self.vm_issued[self.w].copy(), index.reshape(self.n, -1), active.copy(), np.zeros(self.n, bool)])
-        else:
-            self.lds_pending[g, i] = False
-            self.lds_writer[g, i] = np.broadcast_to(self.wave_in_group[self.w][:, None, None], index.shape)[active]
-            self.lds_write_epoch[g, i] = self.epoch[g]
+            self._lds_write_checks(a, dma)
+            self.lds_written[a.group, a.index] = True
+            if dma:
+                self.dma_count += 1
+                a.serial = self.dma_count
+                self.dma.append(a)
+            else:
+                self.ds_open.append(a)
+                self._mark_written(a, slice(None))
+            self.lds_pending[a.group, a.index] = a.serial
+        self.lds.view(U32)[a.group, a.index] = np.broadcast_to(data, (dwords, self.n, 64))[:, a.row, a.lane].T
 
-    def _lds_write_checks(self, group, index, active) -> None:
-        me = self.wave_in_group[self.w][:, None, None]
-        epoch, live = self.epoch[group], active[..., None]
-        reader, writer = self.lds_reader[group, index], self.lds_writer[group, index]
-        read = (reader != me) & (self.lds_read_epoch[group, index] == epoch) & live
-        wrote = (writer != me) & (self.lds_write_epoch[group, index] == epoch) & live
+    def _mark_written(self, a: "_LdsAccess", which) -> None:
+        group, index = a.group[which], a.index[which]
+        self.lds_writer[group, index] = a.number[which]
+        self.lds_write_epoch[group, index] = self.epoch[group]
+
+    def _lds_write_checks(self, a: "_LdsAccess", dma: bool) -> None:
+        at, epoch = (a.group, a.index), self.epoch[a.group]
+        filling = self.lds_pending[at] != 0
+        if filling.any():
+            bad = filling & (self.lds_owner[at] != a.number) if dma else filling
+            if bad.any():
+                self._lds_fault("lds-dma-pending", "overwrites LDS that an LDS-DMA load still fills (vmcnt)", a, bad)
+        read = (self.lds_reader[at] != a.number) & (self.lds_read_epoch[at] == epoch)
+        wrote = (self.lds_writer[at] != a.number) & (self.lds_write_epoch[at] == epoch)
+        self.lds_owner[at] = a.number
+        wrote |= self.lds_owner[at] != a.number             # waves that write it in this same step
         for bad, what in ((read, "read"), (wrote, "wrote")):
             if bad.any():
-                wave = int(np.argmax(bad.any((1, 2))))
-                self.fault("lds-race", f"writes LDS that another wave {what} with no s_barrier between", bad.any((1, 2)), lanes=bad.any(2)[wave])
+                self._lds_fault("lds-race", f"writes LDS that another wave {what}, with no s_barrier since that access was complete", a, bad)
 
     def _publish_dma(self) -> None:
         """LDS-DMA data that a wait has covered is in LDS from now on."""
         keep = []
-        for entry in self.dma:
-            waves, sequence, index, active, done = entry
-            covered = ~done & (sequence <= self.vm_done[waves])
+        for a in self.dma:
+            covered = a.sequence <= self.vm_done[a.waves]
             if covered.any():
-                rows = np.flatnonzero(covered)
-                g = np.repeat(self.group_of[waves[rows]], index.shape[1])
-                i = index[rows].reshape(-1)
-                self.lds_pending[g, i] = False
-                self.lds_writer[g, i] = np.repeat(self.wave_in_group[waves[rows]], index.shape[1])
-                self.lds_write_epoch[g, i] = self.epoch[g]
-                done[rows] = True
-            if not done.all():
-                keep.append(entry)
+                row, column = np.nonzero(covered[a.row][:, None] & (self.lds_pending[a.group, a.index] == a.serial))
+                group, index = a.group[row, 0], a.index[row, column]
+                self.lds_pending[group, index] = 0
+                self.lds_writer[group, index] = a.number[row, 0]
+                self.lds_write_epoch[group, index] = self.epoch[group]
+            if not covered.all():
+                keep.append(a)
         self.dma = keep
+
+    def pass_barrier(self, ready: np.ndarray) -> None:
+        """Workgroups pass a barrier. LDS accesses that their waves have not waited for are of the next epoch too."""
+        self.epoch[ready] += 1
+        for a in self.ds_open:
+            late = ((a.sequence > self.ds_done[a.waves]) & ready[self.group_of[a.waves]])[a.row]
+            if late.any():
+                (self._mark_written if a.write else self._mark_read)(a, late)
 
     # -- register checks around one instruction --
     def before(self, code: "_Code") -> None:
@@ -566,8 +619,11 @@ class _Machine:
                 bad = ~self.written[bank][unit, w]
                 if bad.any():
                     self.fault("unwritten", f"reads {Reg(bank, unit).plain}, which was never written", np.atleast_1d(bad))
-        if self.watch_matrix and not self.watch_matrix.isdisjoint(code.touched):
-            self._check_matrix(code)
+        for producer, rule, unit, need in self.pairs.get(self.pc, ()):
+            passed = self.slot[w] - self.issued_at[producer][w] - 1
+            if (passed < need).any():
+                kind = "mfma-wait" if self.program.instructions[producer].spec.unit == "matrix" else "wait-states"
+                self.fault(kind, f"uses {unit} {int(passed.min())} wait states after {self.place(producer)}; {rule} needs {need}", passed < need, producer)
 
     def _done(self, kind, wave_slice):
         return np.choose(kind, [np.iinfo(np.int64).max * np.ones_like(self.vm_done[wave_slice]), self.vm_done[wave_slice], self.ds_done[wave_slice], self.sm_done[wave_slice]])
@@ -587,35 +643,6 @@ class _Machine:
             if not (self.pending[bank][unit] > self._done(kind, slice(None))).any():
                 self.watch_pending.discard((bank, unit))
 
-    def _check_matrix(self, code) -> None:
-        w, longest = self.w, 20
-        for bank, unit in list(self.watch_matrix & code.touched):
-            passed = np.atleast_1d(self.slot[w] - self.matrix_slot[bank][unit, w] - 1)
-            if (passed >= longest).all():
-                if self.slot.min() - self.matrix_slot[bank][unit].max() > longest:
-                    self.watch_matrix.discard((bank, unit))
-                continue
-            at = int(np.argmin(passed))
-            cause = int(np.atleast_1d(self.matrix_at[bank][unit, w])[at])
-            need = self._matrix_need(self.program.instructions[cause], code, bank, unit)
-            bad = passed < need
-            if bad.any():
-                self.fault("mfma-wait", f"uses {Reg(bank, unit).plain}, a result of {self.place(cause)}, after {int(passed[at])} wait states; it needs {need}", bad, cause)
-
-    def _matrix_need(self, producer: Instruction, code: "_Code", bank: str, unit: int) -> int:
-        passes, inst = producer.spec.passes, code.inst
-        if inst.spec.unit == "matrix":
-            sources = [inst.operands[n] for n in ("src0", "src1")]
-            if any(isinstance(r, Reg) and r.bank == bank and unit in r.units for r in sources):
-                return self.rules["xdl_srcab"][passes]
-            c = inst.operands["src2"]
-            if isinstance(c, Reg) and c.bank == bank and unit in c.units:
-                d = producer.operands["vdst"]
-                same = c == d and producer.mnemonic == inst.mnemonic
-                return self.rules["xdl_srcc_same" if same else "xdl_srcc_partial"][passes]
-            return 0
-        return self.rules["xdl_valu" if inst.spec.unit == "valu" else "xdl_memory"][passes]
-
     def after(self, code: "_Code") -> None:
         w = self.w
         for bank, unit in code.write:
@@ -630,12 +657,65 @@ class _Machine:
                 self.pending_by[bank][unit, w] = code.loads
                 self.pending_at[bank][unit, w] = self.pc
                 self.watch_pending.add((bank, unit))
-        elif code.inst.spec.unit == "matrix":
-            for bank, unit in code.write:
-                self.matrix_slot[bank][unit, w] = self.slot[w]
-                self.matrix_at[bank][unit, w] = self.pc
-                self.watch_matrix.add((bank, unit))
+        if self.pc in self.issued_at:
+            self.issued_at[self.pc][w] = self.slot[w]
         self.slot[w] += code.slots
+
+
+@define(eq=False)
+class _LdsAccess:
+    """The LDS dwords of one instruction. waves and their counter values; for each active lane: its row among the waves,
+    lane, workgroup, dwords and wave number (columns). serial: of an LDS-DMA load, else 0."""
+    waves: np.ndarray
+    sequence: np.ndarray
+    row: np.ndarray
+    lane: np.ndarray
+    group: np.ndarray
+    index: np.ndarray
+    number: np.ndarray
+    write: bool
+    serial: int = 0
+
+
+def _close_pairs(program: Program) -> dict[int, list[tuple[int, str, str, int]]]:
+    """Consumer -> (producer, rule, register, wait states needed) of every pair that some path brings too close."""
+    instructions = program.instructions
+    before: list[list[int]] = [[] for _ in range(len(instructions) + 1)]
+    for n, inst in enumerate(instructions):
+        target = program.target(inst)
+        if target is not None and target <= len(instructions):
+            before[target].append(n)
+        if inst.mnemonic not in ("s_branch", "s_endpgm"):
+            before[n + 1].append(n)
+    hazards = [_hazard(i) for i in instructions]
+    slots = [wait_states(i) for i in instructions]
+    found: dict[int, list[tuple[int, str, str, int]]] = {}
+    if not any(hazards):
+        return found
+    longest = max(h.reach for h in hazards if h)
+    for n, inst in enumerate(instructions):
+        consumed = _consumed(inst)
+        ages, work = {}, [(p, 0) for p in before[n]] if consumed else []
+        while work:
+            p, age = work.pop()
+            if age >= longest or ages.get(p, longest) <= age:
+                continue
+            ages[p] = age
+            work += [(q, age + slots[p]) for q in before[p]]
+        for p, age in ages.items():
+            for number, rule, need, registers in hazards[p].entries if hazards[p] and age < hazards[p].reach else ():
+                if age < need and rule.spec.severity == "error":
+                    shared = [(c, x) for c in consumed.get(number, ()) for x in registers if rule.holds(instructions[p], x, inst, c)]
+                    if shared:
+                        (_, mine), (_, theirs) = shared[0]
+                        found.setdefault(n, []).append((p, rule.spec.name, _unit_name(mine & theirs), need))
+    return found
+
+
+def _unit_name(bits: int) -> str:
+    """Name of the lowest register in a mask of the checker (v0-v255, a0-a255, s0-s127)."""
+    unit = (bits & -bits).bit_length() - 1
+    return Reg("vas"[min(unit // 256, 2)], unit % 256).plain
 
 
 class _Memory:
@@ -677,7 +757,7 @@ class _Memory:
             wave, lane = np.argwhere(bad)[0]
             value = int(address[wave, lane])
             near = [f"{n} is {_BASE + int(s):#x} to {_BASE + int(e):#x}" for n, s, e in zip([*self.names, "kernarg"], self.starts, self.ends)]
-            machine.stop("wild-address", f"address {value:#x} lies in no buffer; {'; '.join(near)}", int(wave), int(lane))
+            machine.stop("wild-address", f"address {value:#x} lies in no buffer; {'; '.join(near)}", int(wave), None if active is None else int(lane))
         return offset
 
     def load(self, machine: _Machine, address: np.ndarray, active: np.ndarray | None) -> np.ndarray:
@@ -694,6 +774,16 @@ class _Memory:
         at = offset[:, None] + np.arange(4)
         self.arena[at] = np.ascontiguousarray(np.broadcast_to(data, active.shape)[active])[:, None].view(np.uint8)
         self.stored[at] = True
+
+
+def _to_bits(x) -> np.ndarray:
+    """uint32 of a 32-bit result of any type."""
+    x = np.asarray(x)
+    if x.dtype == U32:
+        return x
+    if x.dtype.kind == "f":
+        return np.ascontiguousarray(x, F32).view(U32)
+    return x.view(U32) if x.dtype == I32 and x.flags.c_contiguous else x.astype(U32)
 
 
 # ---- instructions to closures ----------------------------------------------------------------------------------
@@ -721,17 +811,24 @@ class _Code:
         self.touched = self.read | self.write
         self.kind = {"s_barrier": "barrier", "s_endpgm": "end"}.get(inst.mnemonic, "branch" if spec.unit == "branch" else "run")
         self.loads = _LOADS.get(spec.unit, 0) if self.write and (spec.unit in ("vmem", "lds") or spec.family == "SMEM") else 0
-        self.slots = inst.operands["simm16"].bits + 1 if inst.mnemonic == "s_nop" else 1
+        self.slots = wait_states(inst)
         self.flush_float = spec.unit == "valu"
         self.packed = spec.family == "VOP3P"
 
     def run(self, m: _Machine) -> None:
         m.inst = self.inst
+        if self.function is None:
+            m.stop("semantics", f"{self.inst.spec.where} gives no semantics that the emulator knows")
         if m.strict:
             m.before(self)
         values = [self._get(m, o, x, i) for i, (o, x) in enumerate(self.inputs)]
-        with np.errstate(all="ignore"):
-            results = self.function(m, *values)
+        try:
+            with np.errstate(all="ignore"):
+                results = self.function(m, *values)
+        except NotImplementedError as e:
+            m.stop("semantics", str(e))
+        if len(results) > 1:   # v_swap and the like: results may be views of the registers about to change
+            results = [np.array(r) for r in results]
         for (o, reg), value in zip(self.outputs, results):
             if reg is not None:
                 self._put(m, o, reg, value)
@@ -745,7 +842,7 @@ class _Code:
         if x is None or isinstance(x, Off):
             return None
         if isinstance(x, Imm):
-            return self._constant(m, o, x)
+            return self._constant(m, o, x, position)
         if x.bank == "s":
             if x.index >= 251:
                 raw = [{251: m.vcc() == 0, 252: m.exec() == 0, 253: m.scc()}[x.index].astype(U32)]
@@ -790,19 +887,21 @@ class _Code:
             return raw.view(I32) if raw.flags.c_contiguous else np.ascontiguousarray(raw).view(I32)
         return raw
 
-    def _constant(self, m: _Machine, o, x: Imm):
+    def _constant(self, m: _Machine, o, x: Imm, position: int):
         if self.unit == "matrix":
             return float(np.uint32(x.bits).view(F32))
-        if o.kind in ("imm",):
-            return I32(x.signed)
+        if o.kind == "imm":
+            return I32((x.bits & 0xFFFF ^ 0x8000) - 0x8000 if o.type == "i16" else x.signed)
         if o.kind == "smoff":
             return np.array([x.signed], I32)
         shape = (1, 1) if self.vector and o.kind == "src" else (1,)
         if o.element in ("u64", "b64", "i64"):
-            return np.full(shape, np.int64(x.signed), np.int64).view(U64)
+            # inline integers and signed literals are sign-extended, other literals are not
+            value = x.signed if x.inline_code is not None or o.element == "i64" else x.bits
+            return np.full(shape, value, np.int64).view(U64)
         raw = np.full(shape, x.bits, U32)
         if o.dwords > 1 and self.packed:
-            return self._packed(m, [raw], 0)
+            return self._packed(m, [raw], position)
         return self._typed(m, raw, o.element)
 
     def _put(self, m: _Machine, o, reg: Reg, value) -> None:
@@ -823,9 +922,7 @@ class _Code:
             parts = [value]
         masked = self.unit != "matrix" and not m.all_active
         for i, part in zip(reg.units, parts):
-            part = np.asarray(part)
-            if part.dtype != U32:
-                part = part.view(U32) if part.dtype.itemsize == 4 and part.dtype != bool and part.flags.c_contiguous else part.astype(I32 if part.dtype.kind == "i" else part.dtype).astype(U32) if part.dtype.kind != "f" else np.ascontiguousarray(part, F32).view(U32)
+            part = _to_bits(part)
             if not masked:
                 file[i, m.w] = part
             elif isinstance(m.w, slice):
@@ -875,16 +972,18 @@ def run(program: Program, launch: Launch, *, strict: bool = True, max_instructio
     if info and tuple(info.workgroup) != (64, 1, 1) and items != int(np.prod(info.workgroup)):
         raise LaunchError(f"{launch.source}: workgroup {list(launch.workgroup)}; {program.name} was built for {list(info.workgroup)}")
     need = info.kernarg_size if info else 0
-    given = max([e["offset"] + 4 for e in launch.kernarg], default=0)
+    given = launch.kernarg_end()
     if need and given > need:
         raise LaunchError(f"{launch.source}: kernarg reaches offset {given}; {program.name} takes {need} bytes")
+    for name in params or {}:
+        load().param(name)  # a KeyError names the nearest
     code = [_Code(i) for i in program.instructions]
     for i in program.instructions:
         program.target(i)  # an unknown label is an error before anything runs
     memory = _Memory(launch, need)
     total = int(np.prod([int(n) for n in launch.grid]))
     waves = -(-items // 64)
-    each = waves * 64 * 4 * 280 + (info.lds_bytes if info else 0) * 5
+    each = waves * 64 * 4 * 280 + (info.lds_bytes if info else load().param("lds.bytes")) * 7
     batch = max(1, min(total, memory_bytes // each, max(1, 256 // waves)))
     faults, trace, executed = [], {}, 0
     for first in range(0, total, batch):
@@ -989,7 +1088,7 @@ def _release(m: _Machine, waiting, waiting_at, ended) -> list:
     ready = there.all(axis=1) & waiting.reshape(there.shape).any(axis=1)
     if not ready.any():
         return []
-    m.epoch[ready] += 1
+    m.pass_barrier(ready)
     free = waiting & ready[m.group_of]
     waiting[free] = False
     out = []

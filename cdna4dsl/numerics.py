@@ -103,11 +103,26 @@ def byte_perm(s0: np.ndarray, s1: np.ndarray, select: np.ndarray) -> np.ndarray:
     return out
 
 
+def fmax(a, b) -> np.ndarray:
+    """Larger of two f32; a number before a NaN, +0 before -0."""
+    r = np.fmax(a, b)
+    zero = (r == 0) & (a == b)
+    return np.where(zero & ~(np.signbit(a) & np.signbit(b)), F32(0), r) if zero.any() else r
+
+
+def fmin(a, b) -> np.ndarray:
+    """Smaller of two f32; a number before a NaN, -0 before +0."""
+    r = np.fmin(a, b)
+    zero = (r == 0) & (a == b)
+    return np.where(zero & (np.signbit(a) | np.signbit(b)), F32(-0.0), r) if zero.any() else r
+
+
 def med3(a, b, c) -> np.ndarray:
     """Median of three; with a NaN among them, the least of the three (PCODE)."""
     nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
-    median = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
-    return np.where(nan, np.fmin(np.fmin(a, b), c), median)
+    top = fmax(fmax(a, b), c)
+    median = np.where(top == a, fmax(b, c), np.where(top == b, fmax(a, c), fmax(a, b)))
+    return np.where(nan, fmin(fmin(a, b), c), median)
 
 
 def transpose(width: int, regs: np.ndarray) -> np.ndarray:
@@ -132,28 +147,75 @@ def accumulator_layout(m: int, n: int, blocks: int = 1) -> tuple[np.ndarray, np.
     return row, np.arange(64) % n
 
 
+def _small_float(code, exponent_bits: int, mantissa_bits: int, bias: int):
+    """Value of an FP6 or FP4 code: no infinity, no NaN."""
+    mantissa = code & (1 << mantissa_bits) - 1
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    scale = 1 << mantissa_bits
+    value = np.where(exponent == 0, mantissa / scale * 2.0 ** (1 - bias), (1 + mantissa / scale) * 2.0 ** (exponent - float(bias)))
+    return np.where(code >> exponent_bits + mantissa_bits & 1, -value, value)
+
+
+# f8f6f4 formats by cbsz / blgp: (bits, values of all codes)
+_FORMATS = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")
+
+
+@functools.lru_cache(None)
+def _format(number: int) -> tuple[int, np.ndarray]:
+    name = _FORMATS[number]
+    if number < 2:
+        return 8, fp8_table(name)
+    exponent_bits, mantissa_bits, bias = {"e2m3": (2, 3, 1), "e3m2": (3, 2, 3), "e2m1": (2, 1, 1)}[name]
+    bits = 1 + exponent_bits + mantissa_bits
+    return bits, _small_float(np.arange(1 << bits), exponent_bits, mantissa_bits, bias)
+
+
+# f8f6f4 formats by cbsz and blgp: (bits, exponent bits, mantissa bits) of those without infinity and NaN
+_SMALL_FLOATS = {2: (6, 2, 3), 3: (6, 3, 2), 4: (4, 2, 1)}
+
+
+@functools.lru_cache(None)
+def small_float_table(fmt: int) -> np.ndarray:
+    """float64 value of each code of an FP6 or FP4 format: 2 e2m3, 3 e3m2, 4 e2m1."""
+    bits, e, f = _SMALL_FLOATS[fmt]
+    code = np.arange(1 << bits)
+    exponent, mantissa, bias = code >> f & (1 << e) - 1, code & (1 << f) - 1, (1 << e - 1) - 1
+    value = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias - f), (1 + mantissa / (1 << f)) * 2.0 ** (exponent - bias))
+    return np.where(code >> bits - 1, -value, value)
+
+
 def _elements(regs: np.ndarray, kind: str, fmt: int) -> np.ndarray:
     """float64 [n, 64, items] of an A or B operand's registers [r, n, 64]."""
     raw = np.ascontiguousarray(regs.transpose(1, 2, 0))
     if kind in ("fp8", "f8f6f4"):
-        if fmt > 1:
-            raise NotImplementedError(f"matrix format {fmt} (FP6 and FP4) has no semantics yet")
-        return fp8_table(("e4m3", "e5m2")[fmt])[raw.view(np.uint8)]
+        if fmt < 2:
+            return fp8_table(("e4m3", "e5m2")[fmt])[raw.view(np.uint8)]
+        if fmt not in _SMALL_FLOATS:
+            raise NotImplementedError(f"there is no matrix format {fmt}; 0 e4m3, 1 e5m2, 2 e2m3, 3 e3m2, 4 e2m1")
+        width = _SMALL_FLOATS[fmt][0]
+        bits = np.unpackbits(raw[..., :width].view(np.uint8), axis=-1, bitorder="little").reshape(*raw.shape[:2], 32, width)
+        return small_float_table(fmt)[bits @ (1 << np.arange(width))]
     if kind == "bf16":
         return (raw.view(np.uint16).astype(U32) << U32(16)).view(F32).astype(np.float64)
     return raw.view(np.float16).astype(np.float64)
 
 
+def _rows(regs: np.ndarray, size: int, k: int, kind: str, fmt: int) -> np.ndarray:
+    """[waves, size, k]: A by rows (or B by columns). Lane i + size g holds k = K_L g + item; the FP8 formats of f8f6f4
+    hold k = 16 g + item in their first half of registers and K / 2 + 16 g + item in the second."""
+    waves, groups = regs.shape[1], 64 // size
+    x = _elements(regs, kind, fmt).reshape(waves, groups, size, k // groups)
+    if kind == "f8f6f4" and fmt < 2:
+        return x.reshape(waves, groups, size, 2, 16).transpose(0, 2, 3, 1, 4).reshape(waves, size, k)
+    return x.transpose(0, 2, 1, 3).reshape(waves, size, k)
+
+
 def mfma(m: int, n: int, k: int, blocks: int, kind: str, a, b, c, a_format: int = 0, b_format: int = 0) -> np.ndarray:
     """D = A B + C as registers [items, waves, 64] (f32 as uint32). a, b: registers [r, waves, 64]; c the same, or a scalar f32.
 
-    Model numerics.mfma_accumulate = exact: products and sums in f64, one rounding to f32. Lane i + M g of A holds row i,
-    k = K_L g + item; of B column j alike.
+    Model numerics.mfma_accumulate = exact: products and sums in f64, one rounding to f32.
     """
-    waves = a.shape[1]
-    groups = 64 // m
-    left = _elements(a, kind, a_format).reshape(waves, groups, m, k // groups).transpose(0, 2, 1, 3).reshape(waves, m, k)
-    right = _elements(b, kind, b_format).reshape(waves, groups, n, k // groups).transpose(0, 1, 3, 2).reshape(waves, k, n)
+    left, right = _rows(a, m, k, kind, a_format), _rows(b, n, k, kind, b_format).transpose(0, 2, 1)
     row, column = accumulator_layout(m, n, blocks)
     with np.errstate(all="ignore"):
         d = (left @ right)[:, row, column[None, :]].transpose(1, 0, 2)

@@ -7,7 +7,7 @@ from .program import Imm, Label, Off, Operand, Reg
 # Register numbers of each bank that exist: VGPRs and AGPRs 256 each; SGPRs 0..101, then special registers to 127.
 _FILE = {"v": 256, "a": 256}
 _MOD_LIMITS = {"offset": {"DS": (0, 65535), "MUBUF": (0, 4095), "GLOBAL": (-4096, 4095), "SMEM": (-(1 << 20), (1 << 20) - 1)},
-               "cbsz": {"MFMA": (0, 7)}, "abid": {"MFMA": (0, 15)}, "blgp": {"MFMA": (0, 7)}, "omod": {"VOP3": (0, 3), "VOP3SD": (0, 3)}}
+               "cbsz": {"MFMA": (0, 4), "MFMA_SCALE": (0, 4)}, "abid": {"MFMA": (0, 15)}, "blgp": {"MFMA": (0, 4), "MFMA_SCALE": (0, 4)}, "op_sel": {"MFMA_SCALE": (0, 3)}, "op_sel_hi": {"MFMA_SCALE": (0, 3)}, "omod": {"VOP3": (0, 3), "VOP3SD": (0, 3)}}
 _SHORT = {"VOP1", "VOP2", "VOPC"}
 _IMPLIED = {"clamp", "omod"}  # every VOP3 form has them
 

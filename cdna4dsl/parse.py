@@ -206,11 +206,11 @@ def _op_sel(inst: Instruction) -> Instruction:
     sources = sum(o.name.startswith("src") for o in inst.spec.operands)
     if mods.get("op_sel") and inst.form.encoding == "VOP3" and sources < 3 and mods["op_sel"] >> sources & 1:
         mods["op_sel"] = mods["op_sel"] & (1 << sources) - 1 | 8
-    if "op_sel_hi" in mods:
+    if "op_sel_hi" in mods and inst.form.encoding == "VOP3P":
         mods["op_sel_hi"] |= 7 & ~((1 << sources) - 1)
         if mods["op_sel_hi"] == 7:
             del mods["op_sel_hi"]
-    inst.mods = {k: v for k, v in mods.items() if v or k == "op_sel_hi"}
+    inst.mods = {k: v for k, v in mods.items() if v or k == "op_sel_hi" and inst.form.encoding == "VOP3P"}
     return inst
 
 

@@ -74,9 +74,10 @@ def modifiers(rng, spec, form):
         elif name == "op_sel":
             mods[name] = 8 if form.encoding == "VOP3" else rng.randrange(1, 4)
         elif name in ("op_sel_hi", "neg_lo", "neg_hi"):
-            sources = sum(o.name.startswith("src") for o in spec.operands)
+            scaled = form.encoding == "MFMA_SCALE"
+            sources = 2 if scaled else sum(o.name.startswith("src") for o in spec.operands)
             value = rng.randrange(0, 1 << sources)
-            mods[name] = value | (7 & ~((1 << sources) - 1)) if name == "op_sel_hi" else value
+            mods[name] = value | (7 & ~((1 << sources) - 1)) if name == "op_sel_hi" and not scaled else value
         elif name == "omod":
             # LLVM takes omod where the result is a float and denormals are flushed
             if any(o.out and o.element == "f32" for o in spec.operands):
@@ -86,7 +87,7 @@ def modifiers(rng, spec, form):
                 mods[name] = 1
         else:
             mods[name] = 1
-    return {k: v for k, v in mods.items() if v or k == "op_sel_hi"}
+    return {k: v for k, v in mods.items() if v or k == "op_sel_hi" and form.encoding == "VOP3P"}
 
 
 def corpus(count: int, seed: int = 0) -> list[Instruction]:
