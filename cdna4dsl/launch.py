@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -62,10 +63,19 @@ class Launch:
                     raise LaunchError(f"{where}: bytes {offset} to {offset + size - 1} overlap another argument at offset {begin}")
             used.append((offset, offset + size))
             if kind == "buffer":
-                if entry["buffer"] not in self.buffers:
+                if not isinstance(entry["buffer"], str) or entry["buffer"] not in self.buffers:
                     raise LaunchError(f"{where}: no buffer '{entry['buffer']}'; there is {', '.join(self.buffers) or 'none'}")
+                shift = entry.get("byte_offset", 0)
+                if isinstance(shift, bool) or not isinstance(shift, (int, np.integer)) or not -(1 << 40) < shift < 1 << 40:
+                    raise LaunchError(f"{where}: byte_offset is {shift!r}; expected a number of bytes")
+            elif "byte_offset" in entry:
+                raise LaunchError(f"{where}: byte_offset goes with buffer, not with {kind}")
             else:
                 self._number(where, kind, entry[kind])
+
+    def kernarg_end(self) -> int:
+        """First byte past the last kernel argument."""
+        return max([e["offset"] + next(_KINDS[k] for k in e if k in _KINDS) for e in self.kernarg], default=0)
 
     @staticmethod
     def _number(where: str, kind: str, value) -> bytes:
@@ -79,8 +89,7 @@ class Launch:
 
     def kernarg_bytes(self, addresses: dict[str, int], size: int) -> bytes:
         """The kernarg segment of ``size`` bytes (more if an entry lies beyond). addresses: of each buffer."""
-        end = max([size] + [e["offset"] + 8 for e in self.kernarg])
-        out = bytearray(end)
+        out = bytearray(max(size, self.kernarg_end()))
         for entry in self.kernarg:
             kind = next(k for k in entry if k not in ("offset", "byte_offset"))
             data = (struct.pack("<Q", addresses[entry["buffer"]] + entry.get("byte_offset", 0)) if kind == "buffer"
@@ -96,7 +105,7 @@ class Launch:
             spec = json.loads(path.read_text())
         except OSError as e:
             raise LaunchError(f"{path}: {e.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
+        except (ValueError, RecursionError) as e:
             raise LaunchError(f"{path}: no JSON: {e}") from None
         if not isinstance(spec, dict):
             raise LaunchError(f"{path}: expected an object with grid, workgroup, buffers and kernarg")
@@ -137,7 +146,7 @@ def _buffer(path: Path, name: str, b) -> np.ndarray:
         array = np.load(path.parent / b["file"], allow_pickle=False)
     except (OSError, TypeError) as e:
         raise LaunchError(f"{where}: {b['file']}: {getattr(e, 'strerror', None) or e}") from None
-    except (ValueError, EOFError) as e:
+    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile) as e:
         raise LaunchError(f"{where}: {b['file']} is no .npy file: {e}") from None
     if not isinstance(array, np.ndarray):
         raise LaunchError(f"{where}: {b['file']} is no .npy file")

@@ -156,12 +156,13 @@ def _small_float(code, exponent_bits: int, mantissa_bits: int, bias: int):
     return np.where(code >> exponent_bits + mantissa_bits & 1, -value, value)
 
 
-# f8f6f4 formats by cbsz / blgp: (bits, values of all codes)
+# f8f6f4 formats by cbsz or blgp
 _FORMATS = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")
 
 
 @functools.lru_cache(None)
 def _format(number: int) -> tuple[int, np.ndarray]:
+    """(bits, value of each code)."""
     name = _FORMATS[number]
     if number < 2:
         return 8, fp8_table(name)
@@ -170,31 +171,17 @@ def _format(number: int) -> tuple[int, np.ndarray]:
     return bits, _small_float(np.arange(1 << bits), exponent_bits, mantissa_bits, bias)
 
 
-# f8f6f4 formats by cbsz and blgp: (bits, exponent bits, mantissa bits) of those without infinity and NaN
-_SMALL_FLOATS = {2: (6, 2, 3), 3: (6, 3, 2), 4: (4, 2, 1)}
-
-
-@functools.lru_cache(None)
-def small_float_table(fmt: int) -> np.ndarray:
-    """float64 value of each code of an FP6 or FP4 format: 2 e2m3, 3 e3m2, 4 e2m1."""
-    bits, e, f = _SMALL_FLOATS[fmt]
-    code = np.arange(1 << bits)
-    exponent, mantissa, bias = code >> f & (1 << e) - 1, code & (1 << f) - 1, (1 << e - 1) - 1
-    value = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias - f), (1 + mantissa / (1 << f)) * 2.0 ** (exponent - bias))
-    return np.where(code >> bits - 1, -value, value)
-
-
 def _elements(regs: np.ndarray, kind: str, fmt: int) -> np.ndarray:
     """float64 [n, 64, items] of an A or B operand's registers [r, n, 64]."""
     raw = np.ascontiguousarray(regs.transpose(1, 2, 0))
     if kind in ("fp8", "f8f6f4"):
-        if fmt < 2:
-            return fp8_table(("e4m3", "e5m2")[fmt])[raw.view(np.uint8)]
-        if fmt not in _SMALL_FLOATS:
-            raise NotImplementedError(f"there is no matrix format {fmt}; 0 e4m3, 1 e5m2, 2 e2m3, 3 e3m2, 4 e2m1")
-        width = _SMALL_FLOATS[fmt][0]
+        if fmt >= len(_FORMATS):
+            raise NotImplementedError(f"there is no matrix format {fmt}; {', '.join(f'{i} {n}' for i, n in enumerate(_FORMATS))}")
+        width, table = _format(fmt)
+        if width == 8:
+            return table[raw.view(np.uint8)]
         bits = np.unpackbits(raw[..., :width].view(np.uint8), axis=-1, bitorder="little").reshape(*raw.shape[:2], 32, width)
-        return small_float_table(fmt)[bits @ (1 << np.arange(width))]
+        return table[bits @ (1 << np.arange(width))]
     if kind == "bf16":
         return (raw.view(np.uint16).astype(U32) << U32(16)).view(F32).astype(np.float64)
     return raw.view(np.float16).astype(np.float64)
@@ -215,9 +202,30 @@ def mfma(m: int, n: int, k: int, blocks: int, kind: str, a, b, c, a_format: int 
 
     Model numerics.mfma_accumulate = exact: products and sums in f64, one rounding to f32.
     """
-    left, right = _rows(a, m, k, kind, a_format), _rows(b, n, k, kind, b_format).transpose(0, 2, 1)
-    row, column = accumulator_layout(m, n, blocks)
+    return _accumulate(m, n, _rows(a, m, k, kind, a_format), _rows(b, n, k, kind, b_format), c)
+
+
+def _accumulate(m: int, n: int, left: np.ndarray, right: np.ndarray, c) -> np.ndarray:
+    """left [waves, m, k] times right [waves, n, k] transposed, plus c, in the layout of results."""
+    row, column = accumulator_layout(m, n)
     with np.errstate(all="ignore"):
-        d = (left @ right)[:, row, column[None, :]].transpose(1, 0, 2)
+        d = (left @ right.transpose(0, 2, 1))[:, row, column[None, :]].transpose(1, 0, 2)
         d = d + (c.view(F32) if isinstance(c, np.ndarray) and c.ndim == 3 else c)
         return np.ascontiguousarray(d.astype(F32)).view(U32)
+
+
+def _block_scales(codes: np.ndarray, byte: int, size: int) -> np.ndarray:
+    """float64 [waves, size, blocks of 32 k] of E8M0 scales: lane i + size g holds row i, block g."""
+    code = (codes >> U32(8 * byte) & U32(255)).astype(np.int64)
+    value = np.where(code == 255, np.nan, np.ldexp(1.0, code - 127))
+    return np.broadcast_to(value, (*value.shape[:-1], 64)).reshape(-1, 64 // size, size).transpose(0, 2, 1)
+
+
+def mfma_scale(m: int, n: int, k: int, a, b, c, a_format: int, b_format: int, a_scale, b_scale, op_sel: int, op_sel_hi: int) -> np.ndarray:
+    """``mfma`` of f8f6f4 with a scale for each row (column) and 32 values of k. Bit 0 (A) and 1 (B) of op_sel and
+    op_sel_hi are the low and high bit of the number of the scale's byte."""
+    scaled = []
+    for i, (regs, size, fmt, codes) in enumerate(((a, m, a_format, a_scale), (b, n, b_format, b_scale))):
+        byte = (op_sel >> i & 1) + 2 * (op_sel_hi >> i & 1)
+        scaled.append(_rows(regs, size, k, "f8f6f4", fmt) * np.repeat(_block_scales(codes, byte, size), 32, axis=2))
+    return _accumulate(m, n, *scaled, c)
