@@ -12,6 +12,7 @@ called it stay on the instruction, so that every later message can name them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -39,19 +40,25 @@ def bits(pattern: int) -> Imm:
     return Imm(pattern & 0xFFFFFFFF)
 
 
-def python_place() -> tuple[str, int]:
-    """(file, line) of the nearest caller outside this package; the file relative to the project or its own name."""
-    frame = sys._getframe(1)
-    while frame.f_back and (Path(frame.f_code.co_filename).parent == _OWN or frame.f_code.co_filename.endswith("contextlib.py")):
-        frame = frame.f_back
-    path = Path(frame.f_code.co_filename)
+@functools.lru_cache(None)
+def _shown(file: str) -> str | None:
+    """A source file's name for messages: relative to the project, else its own; None for this package's own plumbing."""
+    path = Path(file)
+    if path.parent == _OWN or path.name == "contextlib.py":
+        return None
     try:
         name = path.resolve().relative_to(_ROOT).as_posix()
-        if name.split("/")[0] not in ("attention", "docs", "tests", "cdna4dsl"):
-            name = path.name
     except ValueError:
-        name = path.name
-    return name, frame.f_lineno
+        return path.name
+    return name if name.split("/")[0] in ("attention", "docs", "tests") else path.name
+
+
+def python_place() -> tuple[str, int]:
+    """(file, line) of the nearest caller outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back and _shown(frame.f_code.co_filename) is None:
+        frame = frame.f_back
+    return _shown(frame.f_code.co_filename) or Path(frame.f_code.co_filename).name, frame.f_lineno
 
 
 def _fail(message: str) -> None:

@@ -2,6 +2,7 @@
 'Authoring kernels in Python: one method an instruction, typed registers, labels and loops.\n\n    k = Kernel("copy", workgroup=(64, 1, 1))\n    src, dst = k.arg("src", "pointer"), k.arg("dst", "pointer")\n    ...\n    k.s_endpgm()\n    program = k.finalize()\n\nEvery instruction method is made from the specs and checks its operands at the call. The Python file and line that\ncalled it stay on the instruction, so that every later message can name them.\n'
 from __future__ import annotations
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -14,8 +15,12 @@ class AuthoringError(ValueError):
 def bits(pattern: int) -> Imm:
     """A 32-bit pattern as it stands, also where an operand is f32."""
     ...
+@functools.lru_cache(None)
+def _shown(file: str) -> str | None:
+    """A source file's name for messages: relative to the project, else its own; None for this package's own plumbing."""
+    ...
 def python_place() -> tuple[str, int]:
-    """(file, line) of the nearest caller outside this package; the file relative to the project or its own name."""
+    """(file, line) of the nearest caller outside this package."""
     ...
 def _fail(message: str) -> None:
     ...
