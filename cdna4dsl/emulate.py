@@ -614,8 +614,8 @@ class _Machine:
         w = self.w
         if self.watch_pending and not self.watch_pending.isdisjoint(code.touched):
             self._check_pending(code)
-        if self.watch_unwritten and not self.watch_unwritten.isdisjoint(code.read):
-            for bank, unit in self.watch_unwritten & code.read:
+        if self.watch_unwritten and not self.watch_unwritten.isdisjoint(code.used):
+            for bank, unit in self.watch_unwritten & code.used:
                 bad = ~self.written[bank][unit, w]
                 if bad.any():
                     self.fault("unwritten", f"reads {Reg(bank, unit).plain}, which was never written", np.atleast_1d(bad))
@@ -633,6 +633,8 @@ class _Machine:
         for bank, unit in list(self.watch_pending & code.touched):
             kind = self.pending_by[bank][unit, w]
             bad = np.atleast_1d(self.pending[bank][unit, w] > self._done(kind, w))
+            if code.loads in (1, 2) and (bank, unit) not in code.read:
+                bad &= np.atleast_1d(kind) != code.loads     # loads of one kind return in order
             if bad.any():
                 at = int(np.argmax(bad))
                 cause = int(np.atleast_1d(self.pending_at[bank][unit, w])[at])
@@ -805,10 +807,14 @@ class _Code:
         self.write = {(r.bank, i) for r in inst.writes() for i in r.units}
         names = {"vcc": (_VCC, _VCC + 1), "exec": (_EXEC, _EXEC + 1), "m0": (_M0,)}
         self.read |= {("s", i) for n in spec.implicit_reads - {"scc", "exec"} for i in names[n]}
+        masks = {251: _VCC, 252: _EXEC}                       # src_vccz, src_execz
+        self.read |= {("s", masks[r.index] + half) for r in inst.reads() if r.bank == "s" and r.index in masks for half in (0, 1)}
         if inst.is_lds_dma:
             self.read.add(("s", _M0))
         self.write |= {("s", i) for n in spec.implicit_writes - {"scc"} for i in names[n]}
         self.touched = self.read | self.write
+        # a result of part of a register keeps the rest, whatever it is: that is no use of it
+        self.used = self.read - self.write if "subdword" in spec.classes else self.read
         self.kind = {"s_barrier": "barrier", "s_endpgm": "end"}.get(inst.mnemonic, "branch" if spec.unit == "branch" else "run")
         self.loads = _LOADS.get(spec.unit, 0) if self.write and (spec.unit in ("vmem", "lds") or spec.family == "SMEM") else 0
         self.slots = wait_states(inst)
