@@ -132,14 +132,15 @@ def index_set(shape: Shape, cbsz: int, abid: int) -> int:
     return abid % index_sets(shape) if cbsz % 4 == 0 else 0
 
 
-def a_lanes(cbsz: int, abid: int) -> np.ndarray:
-    """The lane that stands in for each lane of A: one of 2^cbsz pieces of the wave for all (ISA 7.1.6.1).
+def a_lanes(blocks: int, cbsz: int, abid: int) -> np.ndarray:
+    """The lane that stands in for each lane of A: in each 2^cbsz neighbouring blocks, block abid of them for all.
 
-    AMD's matrix instruction calculator repeats a block only within its 2^cbsz neighbours, which differs if 2^cbsz is less than the
-    number of blocks; no source measured it.
+    So say the manual's table of VOP3P-MAI fields and AMD's matrix instruction calculator; the formula in 7.1.6.1 numbers pieces of
+    64 / 2^cbsz lanes instead. They agree if 2^cbsz is the number of blocks.
     """
-    size = 64 >> cbsz
-    return np.arange(64) % size + size * abid
+    lane, per_block = np.arange(64), 64 // blocks
+    block = lane // per_block
+    return lane % per_block + per_block * ((block >> cbsz << cbsz) + abid)
 
 
 def b_lanes(blgp: int) -> np.ndarray:
@@ -231,7 +232,7 @@ def mfma(m: int, n: int, k: int, blocks: int, a_kind: str, b_kind: str, d_kind: 
         if cbsz:
             if 1 << cbsz > blocks or abid >= 1 << cbsz:
                 raise NotImplementedError(f"cbsz:{cbsz} abid:{abid} is undefined for an instruction of {blocks} block{'s' * (blocks > 1)}")
-            a = a[..., a_lanes(cbsz, abid)]
+            a = a[..., a_lanes(blocks, cbsz, abid)]
         if blgp:
             b = b[..., b_lanes(blgp)]
     left = _rows(_elements(a, a_kind, a_format), m, blocks, element_bits(a_kind, a_format))
