@@ -238,7 +238,9 @@ def _draw_lanes(lay: Layout, colours):
     label = lambda t, l: ("b%d " % lay.block[t[0], l] if lay.block.any() else "") + ",".join(
         _span(int(x[t[0], l]), int(x[t[1], l])) for x in (lay.row, lay.column))
     measure = ImageDraw.Draw(Image.new("L", (1, 1)))
-    wide = max(30, max(round(measure.textlength(label(t, l), font=_font(12))) for t in groups for l in (0, 31, 63)) + 10)
+    head = [_bits(int(bit[a]), int(bit[b]) + lay.bits - 1) for a, b in groups]
+    words = [*(label(t, l) for t in groups for l in (0, 31, 63)), *head]
+    wide = max(30, max(round(measure.textlength(w, font=_font(12))) for w in words) + 14)
     halves = 1 if wide * len(groups) > 1000 else 2
     per, w = 64 // halves, wide * len(groups)
 
@@ -246,13 +248,14 @@ def _draw_lanes(lay: Layout, colours):
         for half in range(halves):
             left = x + half * (w + 60) + 30
             draw.text((left - 6, y + 16), "lane", fill=_GREY, font=_font(11), anchor="rs")
-            for g, t in enumerate(groups):
-                draw.text((left + (g + 0.5) * wide, y + 17), _bits(int(bit[t[0]]), int(bit[t[1]]) + lay.bits - 1), fill=_DARK, font=_font(13), anchor="ms")
+            for g in range(len(groups)):
+                draw.text((left + (g + 0.5) * wide, y + 17), head[g], fill=_DARK, font=_font(13), anchor="ms")
             for n in range(per):
                 lane, top = half * per + n, y + 22 + n * _LANE_HIGH
                 draw.text((left - 6, top + _LANE_HIGH / 2), str(lane), fill=_GREY, font=_font(11), anchor="rm")
                 for g, t in enumerate(groups):
-                    _box(draw, left + g * wide, top, left + (g + 1) * wide, top + _LANE_HIGH, colours[bit[t[0]] // 32], label(t, lane), 12)
+                    fill = (238, 238, 238) if lay.bits == 6 else colours[bit[t[0]] // 32]        # FP6: one box for six registers
+                    _box(draw, left + g * wide, top, left + (g + 1) * wide, top + _LANE_HIGH, fill, label(t, lane), 12)
     return 30 + halves * w + (halves - 1) * 60, 22 + per * _LANE_HIGH, draw_at
 
 

@@ -1,12 +1,16 @@
 """Matrix instructions against the manual's formulas (CDNA4 ISA 7.1.4, 7.1.5, 7.5) in plain loops, and published table entries."""
 import functools
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
+from attrs import evolve
+from PIL import Image
 
-from cdna4dsl import matrix
+from cdna4dsl import layout_view, matrix
+from cdna4dsl.isa import load
 from cdna4dsl.matrix import Shape, layout
 
 TYPES = {"f64": "f8", "f32": "f4", "f16": "f2", "bf16": ml_dtypes.bfloat16, "i8": "i1", "fp8": ml_dtypes.float8_e4m3fn, "bf8": ml_dtypes.float8_e5m2}
@@ -276,3 +280,66 @@ def test_i8_wraps_and_f32_overflows():
     assert (got.view(np.int32) == 0x7FFFFFFF + 4 * 127 ** 2 - 2 ** 32).all()
     big = np.full((1, 1, 64), 1e38, np.float32).view(np.uint32)
     assert np.isposinf(matrix.mfma(16, 16, 4, 1, "f32", "f32", "f32", big, big, 0.0).view(np.float32)).all()
+
+
+# ---- drawings ----------------------------------------------------------------------------------------------------
+def spec_of(s):
+    spec = load().instructions["v_mfma_f32_16x16x32_f16"]
+    call = (f"smfmac({s.m}, {s.n}, {s.k}, {s.a}, {s.b}, {s.d}, src0, src1, src2, vdst, cbsz, abid)" if s.sparse else
+            f"mfma({s.m}, {s.n}, {s.k}, {s.blocks}, {s.a}, {s.b}, {s.d}, src0, src1, src2, 0, 0, 0)")
+    return evolve(spec, semantics_text=f"vdst = {call}")
+
+
+def ends(text):
+    return [int(x) for x in text.split("-")]
+
+
+@pytest.mark.parametrize("s", DENSE + SPARSE, ids=lambda s: name(s) + "_sparse" * s.sparse)
+def test_text_tells_the_layout(s):
+    spec = spec_of(s)
+    assert layout_view.shape_of(spec) == evolve(s, a_format=0, b_format=0)
+    mods = {"cbsz": s.a_format, "blgp": s.b_format}
+    for operand in "ABD":
+        lay = layout(s, operand)
+        lines = layout_view.text(spec, operand, **mods).splitlines()
+        assert max(map(len, lines)) <= 140
+        start, middle = (next(i for i, x in enumerate(lines) if mark in x) for mark in ("-> register.lane", "-> element"))
+        columns, covered = lines[start + 1].split()[1:], 0
+        for line in lines[start + 2:middle]:
+            row, *cells = line.split()
+            if row == "block":
+                continue
+            for column, cell in zip(columns, cells, strict=True):
+                registers, lanes = re.fullmatch(r"v([\d-]+)(?:\[\d+:\d+\])?\.([\d-]+)", cell).groups()
+                for end in (0, -1):                                                           # first and last element of the range
+                    lane, register, _, high = lay.find(ends(row)[end], ends(column)[end])
+                    assert (lane, register + (high // 32 if end else 0)) == (ends(lanes)[end], ends(registers)[end])
+                covered += (ends(row)[-1] - ends(row)[0] + 1) * (ends(column)[-1] - ends(column)[0] + 1)
+        assert covered * s.blocks == 64 * lay.items
+        heads, covered = lines[middle + 1].split()[1:], 0
+        for line in lines[middle + 2:]:
+            lanes, *cells = line.replace(" b", " ").split()
+            cells = [c for c in cells if "," in c]
+            for head, cell in zip(heads, cells, strict=True):
+                row, column = map(ends, cell.split(","))
+                register = int(re.match(r"v(\d+)", head)[1])
+                assert lay.element(ends(lanes)[0], register)[1:] == (row[0], column[0])
+                covered += (row[-1] - row[0] + 1) * (column[-1] - column[0] + 1)
+        assert covered == 64 * lay.items
+
+
+@pytest.mark.parametrize("s", [DENSE[0], DENSE[7], DENSE[-1], SPARSE[-1]], ids=name)
+def test_picture(s, tmp_path):
+    path = layout_view.png(spec_of(s), tmp_path / "layout.png", abid=1)
+    with Image.open(path) as image:
+        assert image.width >= 900 and len(image.convert("RGB").getcolors(1 << 20)) > 8
+
+
+def test_scale_and_wrong_operands():
+    scaled = load().instructions["v_mfma_scale_f32_16x16x128_f8f6f4"]
+    assert layout_view.operands(scaled) == ["A", "B", "D", "scale A", "scale B"]
+    assert "v0[7:0].63" in layout_view.text(scaled, "scale B")
+    with pytest.raises(ValueError, match="no layout 'index'"):
+        layout_view.text(scaled, "index")
+    with pytest.raises(ValueError, match="no matrix instruction"):
+        layout_view.text(load().instructions["v_mul_f32"])
