@@ -269,7 +269,7 @@ def test_smfmac(s):
         lane, item = inputs(s)[1][0, j, k]
         b[item // 2, 0, lane] = 0x7F807F80 & (0xFFFF << 16 * (item % 2)) | int(b[item // 2, 0, lane]) & (0xFFFF0000 >> 16 * (item % 2))
         got = unpack(run(b), manual_output(s.m, s.n, 1, s.d), s.m, s.n, 1, s.d)[0, :, j]
-        np.testing.assert_array_equal(np.isinf(got), dense[0, :, k] != 0)
+        np.testing.assert_array_equal(np.isfinite(got), dense[0, :, k] == 0)
 
 
 # ---- edges -------------------------------------------------------------------------------------------------------
