@@ -119,8 +119,9 @@ def _matrix_text(lay: Layout) -> list[str]:
     lane, bit = _maps(lay)
     part = 32 % lay.bits == 0 and lay.bits < 32             # elements share registers and none lies across two
     for only, limited in ((1, True), (None, True), (None, False)):
-        rows, columns = (_runs(l, b // lay.bits, only=only, limit=b[:, 0] // 32 if limited and part else np.arange(len(b)) if only and lay.bits >= 32 else None)
-                         for l, b in ((lane[0], bit[0]), (lane[0].T, bit[0].T)))
+        rows, columns = (_runs(l, b // lay.bits, only=only, limit=(
+            b[:, 0] // 32 if limited and part else np.arange(len(b)) if only and lay.bits >= 32 else None))
+            for l, b in ((lane[0], bit[0]), (lane[0].T, bit[0].T)))
         cells = []
         for r0, r1 in rows:
             cells.append([_span(r0, r1)])
@@ -166,7 +167,8 @@ def text(spec: InstructionSpec, operand: str | None = None, *, cbsz: int = 0, ab
     shape, layouts = _prepare(spec, operand, cbsz, abid, blgp)
     out = [_title(spec, shape)]
     for name, lay in layouts:
-        out += ["", _about(name, shape, lay), f"  element {lay.axes[0]}, {lay.axes[1]} -> register.lane" + (" (block 0)" if lay.block.any() else "")]
+        out += ["", _about(name, shape, lay)]
+        out.append(f"  element {lay.axes[0]}, {lay.axes[1]} -> register.lane" + (" (block 0)" if lay.block.any() else ""))
         out += ["  " + x for x in _matrix_text(lay)]
         out += [f"  lane, register -> element {lay.axes[0]},{lay.axes[1]}"] + ["  " + x for x in _register_text(lay)]
     return "\n".join(out) + "\n"
@@ -210,8 +212,9 @@ def _draw_matrix(lay: Layout, colours):
             left, top = x + 36 + b % across * (w + gap_x), y + 22 + b // across * (h + gap_y)
             if blocks > 1:
                 draw.text((left, top - 34), f"block {b}", fill=_DARK, font=_font(14))
-            for i in range(0, columns, max(1, round(26 / wide) if wide < 26 else 1)):
-                draw.text((left + (i + 0.5) * wide if wide >= 26 else left + i * wide, top - 3), str(i), fill=_GREY, font=_font(11), anchor="ms" if wide >= 26 else "ls")
+            for i in range(0, columns, max(1, round(26 / wide))):
+                at, anchor = (i + 0.5, "ms") if wide >= 26 else (i, "ls")
+                draw.text((left + at * wide, top - 3), str(i), fill=_GREY, font=_font(11), anchor=anchor)
             for i in range(0, rows, max(1, round(16 / high))):
                 draw.text((left - 4, top + i * high), str(i), fill=_GREY, font=_font(11), anchor="ra")
             seen = np.zeros((rows, columns), bool)

@@ -206,7 +206,7 @@ def _multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def _accumulate(product: np.ndarray, c, d_kind: str, negate: bool = False) -> np.ndarray:
     """product [waves, blocks, m, n] plus c (registers or a number), as registers; sums in f64 (i32: exactly), one rounding."""
     waves, blocks, m, n = product.shape
-    d = product.reshape(waves, -1)[:, _result_index(m, n, blocks, d_kind)].reshape(waves, -1, 64).transpose(1, 0, 2)
+    d = product.reshape(waves, -1).take(_result_index(m, n, blocks, d_kind), 1).reshape(waves, -1, 64).transpose(1, 0, 2)
     registers = isinstance(c, np.ndarray) and c.ndim == 3
     if d_kind == "i32":
         return (d.astype(np.int64) + (c.view(np.int32) if registers else int(c))).astype(U32)

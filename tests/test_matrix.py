@@ -13,7 +13,8 @@ from cdna4dsl import layout_view, matrix
 from cdna4dsl.isa import load
 from cdna4dsl.matrix import Shape, layout
 
-TYPES = {"f64": "f8", "f32": "f4", "f16": "f2", "bf16": ml_dtypes.bfloat16, "i8": "i1", "fp8": ml_dtypes.float8_e4m3fn, "bf8": ml_dtypes.float8_e5m2}
+TYPES = {"f64": "f8", "f32": "f4", "f16": "f2", "bf16": ml_dtypes.bfloat16, "i8": "i1", "fp8": ml_dtypes.float8_e4m3fn,
+         "bf8": ml_dtypes.float8_e5m2}
 FORMATS = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn, ml_dtypes.float4_e2m1fn)
 FORMAT_BITS = (8, 8, 6, 6, 4)
 MIXES = list(itertools.product(("fp8", "bf8"), repeat=2))
@@ -21,7 +22,8 @@ HALF = [("f16", "f16"), ("bf16", "bf16")]
 
 
 def shapes(kinds, d, *sizes, sparse=False):
-    return [Shape(*(int(x) for x in s.split("x")[:3]), int((s.split("x") + ["1"])[3]), a, b, d, sparse=sparse) for s in sizes for a, b in kinds]
+    numbers = [[*map(int, f"{s}x1".split("x")[:4])] for s in sizes]
+    return [Shape(*mnk, a, b, d, sparse=sparse) for mnk in numbers for a, b in kinds]
 
 
 DENSE = [
@@ -30,7 +32,8 @@ DENSE = [
     *shapes([("i8", "i8")], "i32", "32x32x4x2", "16x16x4x4", "4x4x4x16", "32x32x16", "16x16x32", "16x16x64", "32x32x32"),
     *shapes([("f64", "f64")], "f64", "16x16x4", "4x4x4x4"),
     *shapes(MIXES, "f32", "16x16x32", "32x32x16"),
-    *(Shape(*s, 1, "f8f6f4", "f8f6f4", "f32", a, b) for s in ((16, 16, 128), (32, 32, 64)) for a, b in ((0, 0), (1, 4), (2, 3), (3, 1), (4, 2))),
+    *(Shape(*s, 1, "f8f6f4", "f8f6f4", "f32", a, b)
+      for s in ((16, 16, 128), (32, 32, 64)) for a, b in ((0, 0), (1, 4), (2, 3), (3, 1), (4, 2))),
 ]
 SPARSE = [
     *shapes(HALF, "f32", "16x16x32", "32x32x16", "16x16x64", "32x32x32", sparse=True),
@@ -152,10 +155,12 @@ def test_layout(s):
     for operand, at in zip("AB", inputs(s)):
         lay = layout(s, operand)
         assert (lay.bits, lay.items) == (bits_of(s.a, s.a_format) if operand == "A" else bits_of(s.b, s.b_format), len(at) // 64)
+        outer, inner = (lay.row, lay.column) if operand == "A" else (lay.column, lay.row)
         for (b, i, k), (lane, item) in at.items():
-            assert (lay.block[item, lane], *((lay.row, lay.column)[:: 1 if operand == "A" else -1][x][item, lane] for x in (0, 1))) == (b, i, k)
+            assert (lay.block[item, lane], outer[item, lane], inner[item, lane]) == (b, i, k)
     lay, at = layout(s, "D"), manual_output(s.m, s.n, s.blocks, s.d)
-    assert all((lay.block[t, l], lay.row[t, l], lay.column[t, l]) == key for key, (l, t) in at.items()) and lay.items * 64 == len(at)
+    assert all((lay.block[t, l], lay.row[t, l], lay.column[t, l]) == key for key, (l, t) in at.items())
+    assert lay.items * 64 == len(at)
     for operand in ("A", "B", "C"):                                                           # both directions agree
         lay = layout(s, operand)
         for item, lane in ((0, 0), (lay.items - 1, 63), (lay.items // 2, 21)):
