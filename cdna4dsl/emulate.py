@@ -20,7 +20,7 @@ from typing import Callable
 import numpy as np
 from attrs import define, field, frozen
 
-from . import numerics as nm
+from . import matrix, numerics as nm
 from .check import _consumed, _hazard, wait_states
 from .isa import InstructionSpec, load
 from .launch import Launch
@@ -99,9 +99,9 @@ _STATELESS = {
     "log2": lambda x: np.log2(x.astype(np.float64)).astype(F32), "rcp": lambda x: (1.0 / x.astype(np.float64)).astype(F32),
     "rsq": lambda x: (1.0 / np.sqrt(x.astype(np.float64))).astype(F32), "sqrt": lambda x: np.sqrt(x.astype(np.float64)).astype(F32),
     "f32_to_bf16": nm.f32_to_bf16, "f32_to_u32": lambda x: nm.float_to_int(x, U32), "f32_to_i32": lambda x: nm.float_to_int(x, I32),
-    "byte_perm": nm.byte_perm, "transpose": nm.transpose, "mfma": nm.mfma, "mfma_scale": nm.mfma_scale,
+    "byte_perm": nm.byte_perm, "transpose": nm.transpose, "mfma": matrix.mfma, "smfmac": matrix.smfmac, "mfma_scale": matrix.mfma_scale,
 }
-_WORDS = {"f8f6f4", "fp8", "bf16", "f16"}
+_WORDS = {*matrix.KINDS, *matrix.RESULTS}
 _EFFECTS_ON_OPERANDS = {"permlane_swap"}
 
 
@@ -895,7 +895,10 @@ class _Code:
 
     def _constant(self, m: _Machine, o, x: Imm, position: int):
         if self.unit == "matrix":
-            return float(np.uint32(x.bits).view(F32))
+            if o.element == "i32":
+                return x.signed
+            whole = o.element == "f64" and x.inline_code < 240   # an inline integer: its 64 bits
+            return float(np.int64(x.signed).view(np.float64) if whole else np.uint32(x.bits).view(F32))
         if o.kind == "imm":
             return I32((x.bits & 0xFFFF ^ 0x8000) - 0x8000 if o.type == "i16" else x.signed)
         if o.kind == "smoff":

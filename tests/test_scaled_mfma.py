@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from cdna4dsl import numerics
+from cdna4dsl import matrix
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 TYPES = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn, ml_dtypes.float4_e2m1fn)
@@ -39,11 +39,11 @@ def test_against_float64(m, k, a, b):
     item, lane = np.arange(m * m // 64)[:, None], np.arange(64)[None, :]
     row = 4 * (lane // 16) + item if m == 16 else 8 * (item // 4) + 4 * (lane // 32) + item % 4
     column = lane % m
-    got = numerics.mfma(m, m, k, 1, "f8f6f4", left_regs, right_regs, 0.0, a, b).view(np.float32)[:, 0]
+    got = matrix.mfma(m, m, k, 1, "f8f6f4", "f8f6f4", "f32", left_regs, right_regs, 0.0, a, 0, b).view(np.float32)[:, 0]
     want = (left @ right.T)[row, column]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-7 * np.abs(want).max())
     expand = lambda v, s: v * 2.0 ** (np.repeat(s, 32, axis=1) - 127.0)
-    got = numerics.mfma_scale(m, m, k, left_regs, right_regs, 0.0, a, b, left_scale, right_scale, 0, 3).view(np.float32)[:, 0]
+    got = matrix.mfma_scale(m, m, k, left_regs, right_regs, 0.0, a, b, left_scale, right_scale, 0, 3).view(np.float32)[:, 0]
     want = (expand(left, left_scales) @ expand(right, right_scales).T)[row, column]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-7 * np.abs(want).max())
 
@@ -52,4 +52,4 @@ def test_scale_255_is_nan():
     rng = np.random.default_rng(0)
     _, _, regs, scale = operand(rng, 32, 64, 0)
     bad = np.full_like(scale, 0xFF << 16)
-    assert np.isnan(numerics.mfma_scale(32, 32, 64, regs, regs, 0.0, 0, 0, scale, bad, 0, 3).view(np.float32)).all()
+    assert np.isnan(matrix.mfma_scale(32, 32, 64, regs, regs, 0.0, 0, 0, scale, bad, 0, 3).view(np.float32)).all()
