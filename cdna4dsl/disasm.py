@@ -25,7 +25,7 @@ from .asm import TRIPLE, CPU, instruction_text
 from .codeobject import CodeObjectError
 from .encode import DecodeError, decode
 from .operands import validate
-from .program import Imm, Instruction, Label, decode_waitcnt, encode_waitcnt
+from .program import Imm, Instruction, Label, Reg, decode_waitcnt, encode_waitcnt
 
 _EM_AMDGPU, _MACH_MASK, _MACH_GFX950 = 224, 0xFF, 0x4F
 _MACHINES = {0x2F: "gfx908", 0x3F: "gfx90a", 0x40: "gfx940", 0x4B: "gfx941", 0x4C: "gfx942", 0x4F: "gfx950"}
@@ -42,6 +42,7 @@ _VISIBILITIES = ("default", "internal", "hidden", "protected")
 # what LLVM pads with, so that instruction fetch never reads foreign bytes).
 _CODE_END, _S_NOP = 0xBF9F0000, 0xBF800000
 _PADDING = {0: "zero", _S_NOP: "s_nop 0", _CODE_END: "s_code_end"}
+_LONGEST = 16         # bytes of the longest instruction (MFMA with block scales)
 _RUN = 8              # from so many equal padding dwords on, one .fill
 _PLAIN_NAME = re.compile(r"[A-Za-z_.$][\w.$]*\Z", re.A)
 
@@ -175,8 +176,9 @@ def directives(raw: bytes) -> dict[str, int]:
 def descriptor_bytes(values: dict[str, int]) -> bytes:
     """The 64 bytes that LLVM's assembler makes of all the values of ``directives``; the code's distance (bytes 16 to 23) is 0."""
     raw = bytearray(_DESCRIPTOR)
+    sgprs = max(values["next_free_sgpr"], values["user_sgpr_count"] if values["user_sgpr_kernarg_preload_length"] else 0)
     coded = {**values, "accum_offset": values["accum_offset"] // 4 - 1, "next_free_vgpr": -(-max(1, values["next_free_vgpr"]) // 8) - 1,
-             "next_free_sgpr": -(-(values["next_free_sgpr"] + 6) // 8) - 1}
+             "next_free_sgpr": -(-(sgprs + 6) // 8) - 1}
     for name, (at, low, bits) in _FIELDS.items():
         n = 2 if at >= 56 else 4
         word = int.from_bytes(raw[at:at + n], "little") | (coded[name] & (1 << bits) - 1) << low
@@ -186,6 +188,8 @@ def descriptor_bytes(values: dict[str, int]) -> bytes:
 
 def _inexpressible(raw: bytes, values: dict[str, int]) -> str | None:
     """Why the directives would not assemble to these bytes, or None."""
+    if values["user_sgpr_kernarg_preload_length"] and values["user_sgpr_count"] > values["next_free_sgpr"]:
+        return f"{values['user_sgpr_count']} user SGPRs with a kernarg preload, and only {values['next_free_sgpr']} SGPRs"
     again = descriptor_bytes(values)
     extra = [f"byte {i}: {a ^ b:#x}" for i, (a, b) in enumerate(zip(raw, again)) if a != b and not 16 <= i < 24]
     if extra:
@@ -263,8 +267,14 @@ def _sections(data: bytes, source: str) -> tuple[ELFFile, list[_Section]]:
     strings = elf.get_shstrndx()
     if 0 < strings < count:
         names = data[headers[strings]["sh_offset"]:headers[strings]["sh_offset"] + headers[strings]["sh_size"]]
-    return elf, [_Section(i, _cstring(names, h["sh_name"], source) if names else "", kind, h["sh_flags"], h["sh_addr"], h["sh_offset"], h["sh_size"],
-                          h["sh_link"], h["sh_info"], h["sh_addralign"], h["sh_entsize"]) for i, (h, kind) in enumerate(zip(headers, kinds))]
+    out, total = [], 0
+    for i, (h, kind) in enumerate(zip(headers, kinds)):
+        name = _cstring(names, h["sh_name"], source) if names else ""
+        total += len(name)
+        if total > MAX_NAMES:
+            raise CodeObjectError(f"{source}: more than {MAX_NAMES} bytes of section names")
+        out.append(_Section(i, name, kind, h["sh_flags"], h["sh_addr"], h["sh_offset"], h["sh_size"], h["sh_link"], h["sh_info"], h["sh_addralign"], h["sh_entsize"]))
+    return elf, out
 
 
 def _bytes(data: bytes, s: _Section) -> bytes:
@@ -307,8 +317,9 @@ def _symbol_rows(data: bytes, sections: list[_Section], wanted: set[int], source
     return rows
 
 
-def _label(name: str, used: set[str]) -> str:
-    """The name as a label that no other symbol has; quoted, or with other characters, if assemblers need it."""
+def _label(name: str, used: dict[str, int]) -> str:
+    """The name as a label that no other symbol has; quoted, or with other characters, if assemblers need it. used: labels taken,
+    with the number that the next of the same name tries."""
     if _PLAIN_NAME.match(name):
         label = name
     elif name.isascii() and name.isprintable() and '"' not in name and "\\" not in name:
@@ -316,11 +327,11 @@ def _label(name: str, used: set[str]) -> str:
     else:
         label = re.sub(r"[^\w.$]", lambda m: f"_x{ord(m[0]):x}_", name, flags=re.A)
         label = label if _PLAIN_NAME.match(label) else f"_{label}"
-    base, n = label.strip('"'), 1
+    first, base = label, label.strip('"')
     while label in used:
-        n += 1
-        label = f'"{base}.{n}"' if label[0] == '"' else f"{base}.{n}"
-    used.add(label)
+        used[first] += 1
+        label = f'"{base}.{used[first]}"' if label[0] == '"' else f"{base}.{used[first]}"
+    used[label] = 1
     return label
 
 
@@ -336,6 +347,9 @@ def _refused(inst: Instruction) -> str | None:
         return "s_waitcnt with bits that belong to no counter"
     # often the second half of an instruction that the specs lack
     problems = validate(inst.spec, inst.form, inst.operands, inst.mods) if inst.mnemonic != "s_nop" else []
+    # behind s101 only names stand in text
+    problems += [f"{r.plain} has no name" for r in inst.operands.values()
+                 if isinstance(r, Reg) and r.bank == "s" and r.index + r.count > 102 and re.match(r"s[\d\[]", r.plain)]
     return f"not an instruction: {inst.mnemonic}: {problems[0]}" if problems else None
 
 
@@ -367,7 +381,7 @@ def _decode_all(code: bytes, cuts: list[int], sized: list[tuple[int, int]]):
                 out.append((offset, 4 * run, "padding", text, _PADDING[word], None))
                 offset, open_end = offset + 4 * run, True
                 continue
-        key = code[offset:offset + 12]
+        key = code[offset:offset + _LONGEST]
         if key in cache:
             size, line, note = cache[key]
             label = None
@@ -388,7 +402,7 @@ def _decode_all(code: bytes, cuts: list[int], sized: list[tuple[int, int]]):
             offset, open_end = offset + 4, False
             continue
         if label:
-            out.append((offset, size, "instruction", line, None, int(label.name[2:], 16) if not label.name.startswith("L_-") else -1))
+            out.append((offset, size, "instruction", line, None, int(label.name[2:], 16)))
             open_end = line.mnemonic == "s_branch"
         else:
             out.append((offset, size, "instruction", line, None, None))
@@ -399,7 +413,7 @@ def _decode_all(code: bytes, cuts: list[int], sized: list[tuple[int, int]]):
     return out
 
 
-def _code_section(s: _Section, code: bytes, symbols: list[Symbol], number: int, used: set[str]) -> CodeSection:
+def _code_section(s: _Section, code: bytes, symbols: list[Symbol], number: int, used: dict[str, int]) -> CodeSection:
     decoded = _decode_all(code, [y.offset for y in symbols], sorted((y.offset, y.offset + y.size) for y in symbols if y.size))
     starts = {d[0] for d in decoded} | {len(code)}
     prefix = f"L{number or ''}_"
@@ -408,7 +422,7 @@ def _code_section(s: _Section, code: bytes, symbols: list[Symbol], number: int, 
     while any(f"{prefix}{t:x}" in used and at.get(f"{prefix}{t:x}") != t for t in wanted):
         prefix = "L" + prefix
     targets = {t: f"{prefix}{t:x}" for t in wanted}
-    used.update(targets.values())
+    used.update(dict.fromkeys(targets.values(), 1))
     items = []
     for offset, size, kind, line, note, target in decoded:
         if target is not None:
@@ -417,7 +431,7 @@ def _code_section(s: _Section, code: bytes, symbols: list[Symbol], number: int, 
                 operand = Label(targets[target])
             else:
                 operand = Imm((target - offset - 4) // 4 & 0xFFFF)
-                note = f"to {'-' if target < 0 else ''}{abs(target):#x}, where no instruction starts" if target >= 0 else "to a place before the section"
+                note = f"to {target:#x}, where no instruction starts"
             line = instruction_text(evolve(inst, operands={n: operand if isinstance(o, Label) else o for n, o in inst.operands.items()}))
         items.append(Item(offset, size, kind, line, note))
     return CodeSection(s.name or ".text", max(4, s.align), code, tuple(items), tuple(symbols), targets)
@@ -425,6 +439,8 @@ def _code_section(s: _Section, code: bytes, symbols: list[Symbol], number: int, 
 
 # -- metadata ---------------------------------------------------------------------------------------------------------
 def _metadata(data: bytes, sections: list[_Section], source: str) -> dict | None:
+    if sum(s.size for s in sections if s.type == _SHT_NOTE) > len(data):
+        raise CodeObjectError(f"{source}: note sections overlap")
     for s in sections:
         if s.type != _SHT_NOTE:
             continue
@@ -445,10 +461,20 @@ def _metadata(data: bytes, sections: list[_Section], source: str) -> dict | None
     return None
 
 
-# Words that LLVM's YAML reader takes for a number or a truth value, quoted or not: only a tag keeps them text.
-_AMBIGUOUS = re.compile(r"""[-+.]?\d | [-+]?\.?(inf|infinity|nan) | true | false | y | n | yes | no | on | off | null | nil | ~? \Z""",
-                        re.X | re.I)
 _PLAIN_YAML = re.compile(r"[A-Za-z_.$][\w.$-]*\Z", re.A)
+
+
+def _ambiguous(word: str) -> bool:
+    """Whether LLVM's YAML reader takes the word for a number or a truth value, quoted or not: only a tag keeps it text."""
+    if word in ("", "true", "false") or word.lower().startswith(("nan(", "-nan(", "+nan(")):
+        return True
+    for kind in (float, lambda w: int(w, 0)):
+        try:
+            kind(word)
+            return True
+        except ValueError:
+            pass
+    return False
 
 
 def _scalar(value) -> str:
@@ -462,7 +488,7 @@ def _scalar(value) -> str:
         return f"!float {value!r}" if math.isfinite(value) else f"!float {'-' if value < 0 else ''}.{'nan' if math.isnan(value) else 'inf'}"
     if not isinstance(value, str):
         raise CodeObjectError(f"the metadata holds a {type(value).__name__}, which .amdgpu_metadata cannot express")
-    tag = "!str " if _AMBIGUOUS.match(value) else ""
+    tag = "!str " if _ambiguous(value) else ""
     if _PLAIN_YAML.match(value):
         return tag + value
     # one line, and nothing in it that an assembler takes for a comment
@@ -529,7 +555,7 @@ def _listing(data: bytes, source: str) -> Listing:
     base = lambda s: 0 if relocatable else s.address
     by_index = {s.index: s for s in code}
     rows = _symbol_rows(data, sections, set(by_index), source)
-    used: set[str] = set()
+    used: dict[str, int] = {}
     symbols: dict[int, list[Symbol]] = {i: [] for i in by_index}
     kernels, found = [], {}
     # globals first: if two symbols have one name, the global keeps it
