@@ -117,13 +117,15 @@ class Listing:
     def to_json(self) -> dict:
         """As plain data: bytes as hex, offsets in bytes of the section."""
         return {
-            "source": self.source, "target": self.target, "code_object_version": self.version, "unknown": self.unknown, "notes": list(self.notes),
+            "source": self.source, "target": self.target, "code_object_version": self.version, "unknown": self.unknown,
+            "notes": list(self.notes),
             "kernels": [{"name": d.kernel, "descriptor": d.raw.hex(), "directives": d.directives, "why": d.why} for d in self.descriptors],
             "metadata": _jsonable(self.metadata),
             "sections": [{"name": s.name, "bytes": len(s.data), "unknown": s.unknown,
                           "symbols": [{"name": y.name, "offset": y.offset, "size": y.size, "type": y.type} for y in s.symbols],
                           "targets": {label: offset for offset, label in s.targets.items()},
-                          "items": [{"offset": i.offset, "size": i.size, "kind": i.kind, "text": i.text} for i in s.items]} for s in self.sections],
+                          "items": [{"offset": i.offset, "size": i.size, "kind": i.kind, "text": i.text} for i in s.items]}
+                         for s in self.sections],
         }
 
 
@@ -253,8 +255,9 @@ def _sections(data: bytes, source: str) -> tuple[ELFFile, list[_Section]]:
         raise CodeObjectError(f"{source}: no section headers (stripped of them?)")
     if elf["e_shentsize"] != 64:
         raise CodeObjectError(f"{source}: section headers of {elf['e_shentsize']} bytes; 64 is right")
-    if elf["e_shoff"] + 64 * max(1, elf["e_shnum"]) > len(data):
-        raise CodeObjectError(f"{source}: truncated: section headers end at {elf['e_shoff'] + 64 * max(1, elf['e_shnum'])}, the file at {len(data)}")
+    end = elf["e_shoff"] + 64 * max(1, elf["e_shnum"])
+    if end > len(data):
+        raise CodeObjectError(f"{source}: truncated: section headers end at {end}, the file at {len(data)}")
     count = elf.num_sections()
     if elf["e_shoff"] + 64 * count > len(data):
         raise CodeObjectError(f"{source}: truncated: {count} section headers end at {elf['e_shoff'] + 64 * count}, the file at {len(data)}")
@@ -273,7 +276,8 @@ def _sections(data: bytes, source: str) -> tuple[ELFFile, list[_Section]]:
         total += len(name)
         if total > MAX_NAMES:
             raise CodeObjectError(f"{source}: more than {MAX_NAMES} bytes of section names")
-        out.append(_Section(i, name, kind, h["sh_flags"], h["sh_addr"], h["sh_offset"], h["sh_size"], h["sh_link"], h["sh_info"], h["sh_addralign"], h["sh_entsize"]))
+        out.append(_Section(i, name, kind, h["sh_flags"], h["sh_addr"], h["sh_offset"], h["sh_size"],
+                            h["sh_link"], h["sh_info"], h["sh_addralign"], h["sh_entsize"]))
     return elf, out
 
 
@@ -308,7 +312,8 @@ def _symbol_rows(data: bytes, sections: list[_Section], wanted: set[int], source
         rows_here, lengths = rows_here[keep], lengths[keep]
         total += int(lengths.sum())
         if len(rows_here) > MAX_SYMBOLS or total > MAX_NAMES or len(lengths) and int(lengths.max()) > MAX_NAME:
-            raise CodeObjectError(f"{source}: section {table.name}: more than {MAX_SYMBOLS} symbols of code, or names longer than {MAX_NAME} bytes")
+            raise CodeObjectError(f"{source}: section {table.name}: more than {MAX_SYMBOLS} symbols of code, or names longer "
+                                  f"than {MAX_NAME} bytes")
         for name_at, info, other, section, value, size in rows_here.tolist():
             name = _cstring(strings, name_at, source)
             if (name, section, value) not in seen:
@@ -492,8 +497,8 @@ def _scalar(value) -> str:
     if _PLAIN_YAML.match(value):
         return tag + value
     # one line, and nothing in it that an assembler takes for a comment
-    escaped = "".join(c if 32 <= ord(c) < 127 and c not in '"\\;/#' else {'"': '\\"', "\\": "\\\\"}.get(c)
-                      or (f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" if ord(c) < 65536 else f"\\U{ord(c):08x}") for c in value)
+    code = lambda n: f"\\x{n:02x}" if n < 256 else f"\\u{n:04x}" if n < 65536 else f"\\U{n:08x}"
+    escaped = "".join(c if 32 <= ord(c) < 127 and c not in '"\\;/#' else code(ord(c)) for c in value)
     return f'{tag}"{escaped}"'
 
 
@@ -574,7 +579,8 @@ def _listing(data: bytes, source: str) -> Listing:
             symbol = evolve(symbol, label=_label(name, used))
             symbols[section].append(symbol)
             found.setdefault(name, (symbol, s))
-    descriptors = [_descriptor(k, s, data, found, base, relocatable, source) for k, s in sorted(kernels, key=lambda x: (x[1].index, x[0].offset, x[0].name))]
+    kernels.sort(key=lambda x: (x[1].index, x[0].offset, x[0].name))
+    descriptors = [_descriptor(k, s, data, found, base, relocatable, source) for k, s in kernels]
     parts = tuple(_code_section(s, _bytes(data, s), sorted(symbols[s.index], key=lambda y: y.offset), n, used) for n, s in enumerate(code))
     notes = [f"{s.size // s.entry if s.entry else '?'} relocations of {sections[s.info].name}" for s in sections
              if s.type in (_SHT_RELA, _SHT_REL) and s.info < len(sections) and s.info in by_index and s.size]
@@ -582,7 +588,8 @@ def _listing(data: bytes, source: str) -> Listing:
     for _, s in kernels:
         kd_bytes[s.index] = kd_bytes.get(s.index, 0) + _DESCRIPTOR
     notes += [f"{s.size - kd_bytes.get(s.index, 0)} bytes of {s.name}" for s in sections
-              if s.type in (_SHT_PROGBITS, _SHT_NOBITS) and s.flags & _SHF_ALLOC and s.index not in by_index and s.size > kd_bytes.get(s.index, 0)
+              if s.type in (_SHT_PROGBITS, _SHT_NOBITS) and s.flags & _SHF_ALLOC and s.index not in by_index
+              and s.size > kd_bytes.get(s.index, 0)
               and s.name != ".relro_padding"]
     # EI_ABIVERSION 2, 3, 4 are code object versions 4, 5, 6
     return Listing(source, _target(elf["e_flags"]), data[8] + 2, parts, tuple(descriptors), _metadata(data, sections, source), tuple(notes))
@@ -651,7 +658,8 @@ def _descriptor_text(d: Descriptor) -> list[str]:
         return [f".amdhsa_kernel {d.kernel}", *(f"  .amdhsa_{k} {v}" for k, v in values.items()), ".end_amdhsa_kernel"]
     label = f'"{d.label.strip(chr(34))}.kd"' if d.label.startswith('"') else f"{d.label}.kd"
     words = [f"{w:#010x}" for w in struct.unpack("<16I", d.raw)]
-    return [f"// the descriptor of {_comment(d.kernel)} as data: {d.why}", *_visibility(label, d.symbol), f".type {label},@object", f".size {label}, 64", f"{label}:",
+    return [f"// the descriptor of {_comment(d.kernel)} as data: {d.why}", *_visibility(label, d.symbol), f".type {label},@object",
+            f".size {label}, 64", f"{label}:",
             f"  .long {', '.join(words[:4])}", f"  .quad {d.label}-{label}", f"  .long {', '.join(words[6:])}"]
 
 

@@ -140,7 +140,8 @@ def _mix(program: Program, indices, sizes: list[int]) -> Mix:
         work += count * flops(spec)
         for c in dict.fromkeys(spec.classes):
             classes[c] += count
-    return Mix(sum(specs.values()), total, work, {c: categories[c] for c in CATEGORIES}, dict(sorted(units.items())), dict(sorted(classes.items())))
+    return Mix(sum(specs.values()), total, work, {c: categories[c] for c in CATEGORIES}, dict(sorted(units.items())),
+               dict(sorted(classes.items())))
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
@@ -249,9 +250,10 @@ def _loops(program: Program, blocks: list[Block], sizes: list[int], offsets: lis
         first, last = blocks[body[0]].start, blocks[body[-1]].end - 1
         start = blocks[h].start
         cache = _cache_bytes(((offsets[blocks[b].start], offsets[blocks[b].end]) for b in body), m.param("icache.line"))
-        out.append(Loop(names.get(start, [f"{offsets[start]:#x}"])[0], depth[h], None if parent is None else place[parent], first, last, offsets[start],
-                        (_where(program, first, offsets), _where(program, last, offsets)),
-                        _mix(program, (n for b in body for n in range(blocks[b].start, blocks[b].end)), sizes), cache, cache <= m.param("icache.bytes")))
+        mix = _mix(program, (n for b in body for n in range(blocks[b].start, blocks[b].end)), sizes)
+        out.append(Loop(names.get(start, [f"{offsets[start]:#x}"])[0], depth[h], None if parent is None else place[parent], first, last,
+                        offsets[start], (_where(program, first, offsets), _where(program, last, offsets)), mix, cache,
+                        cache <= m.param("icache.bytes")))
     return out, [(blocks[b].end - 1, blocks[s].start) for b, s in odd]
 
 
@@ -296,7 +298,8 @@ def occupancy(vgprs: int, lds_bytes: int, waves: int) -> Occupancy:
     cliff = None
     following = least + 1
     if following <= most and most_vgprs(following):
-        cliff = {"waves_per_simd": following * waves / simds, "vgprs": most_vgprs(following), "vgprs_fewer": max(0, vgprs - most_vgprs(following)),
+        cliff = {"waves_per_simd": following * waves / simds,
+                 "vgprs": most_vgprs(following), "vgprs_fewer": max(0, vgprs - most_vgprs(following)),
                  "lds_bytes": most_lds(following), "lds_bytes_fewer": max(0, lds_bytes - most_lds(following))}
     at_least = max(1, least)
     return Occupancy(least, waves, least * waves / simds, {k: v * waves / simds for k, v in groups.items()}, limited, cliff,
@@ -320,8 +323,9 @@ def stats(program: Program) -> Stats:
     if info:
         x, y, z = info.workgroup
         occupied = occupancy(info.total_vgprs, info.lds_bytes, max(1, -(-x * y * z // get("chip.lanes"))))
-    return Stats(program.name, program.source, _mix(program, range(len(sizes)), sizes), tuple(loops), _registers(program), info.lds_bytes if info else None,
-                 tuple(info.workgroup) if info else None, occupied, _cache_bytes([(0, offsets[-1])], get("icache.line")), get("icache.bytes"), tuple(odd))
+    lds, workgroup = (info.lds_bytes, tuple(info.workgroup)) if info else (None, None)
+    return Stats(program.name, program.source, _mix(program, range(len(sizes)), sizes), tuple(loops), _registers(program), lds, workgroup,
+                 occupied, _cache_bytes([(0, offsets[-1])], get("icache.line")), get("icache.bytes"), tuple(odd))
 
 
 def _number(x: float) -> str:
@@ -338,7 +342,8 @@ def cliff_text(o: Occupancy) -> str | None:
 
 def render(s: Stats):
     """A rich renderable for people: a table of the mix a loop, then registers and occupancy."""
-    table = Table(title=Text(f"{s.kernel}: {s.mix.instructions} instructions, {s.mix.bytes} bytes"), title_justify="left", box=None, padding=(0, 1))
+    title = Text(f"{s.kernel}: {s.mix.instructions} instructions, {s.mix.bytes} bytes")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("loop", no_wrap=True)
     table.add_column("from", no_wrap=True)
     table.add_column("to", no_wrap=True)
@@ -356,9 +361,10 @@ def render(s: Stats):
     lines = [f"classes: {', '.join(f'{k} {v}' for k, v in sorted(s.mix.classes.items(), key=lambda x: -x[1]))}"]
     for loop in s.loops:
         if not loop.fits_cache:
-            lines.append(f"loop {loop.label}: {loop.cache_bytes} bytes of instruction cache; {s.cache_size} are there, for two compute units")
+            lines.append(f"loop {loop.label} takes {loop.cache_bytes} bytes of instruction cache, more than the {s.cache_size} there are")
     if s.loops and all(loop.fits_cache for loop in s.loops):
-        lines.append(f"instruction cache: every loop fits; the largest takes {max(loop.cache_bytes for loop in s.loops)} of {s.cache_size} bytes")
+        largest = max(loop.cache_bytes for loop in s.loops)
+        lines.append(f"instruction cache: every loop fits; the largest takes {largest} of {s.cache_size} bytes")
     lines += [f"jump back into the middle of a loop: instruction {a} to {b}" for a, b in s.irreducible]
     r = s.registers
     of = lambda n: "" if n is None else f" of {n}"
@@ -367,6 +373,8 @@ def render(s: Stats):
         o = s.occupancy
         lines.append(f"LDS: {s.lds_bytes} bytes; workgroup of {o.waves_per_workgroup} wave(s)")
         fit = "" if o.workgroups_per_cu else "the workgroup does not fit on a compute unit: "
-        lines.append(f"occupancy: {fit}{_number(o.waves_per_simd)} wave(s) a SIMD ({o.workgroups_per_cu} workgroup(s) a CU), limited by {', '.join(o.limited_by)}"
-                     + (f"; {cliff_text(o)}" if cliff_text(o) else "") + f"; {o.spare_vgprs} VGPRs and {o.spare_lds_bytes} bytes of LDS more cost nothing")
+        lines.append("; ".join(filter(None, (
+            f"occupancy: {fit}{_number(o.waves_per_simd)} wave(s) a SIMD ({o.workgroups_per_cu} workgroup(s) a CU), "
+            f"limited by {', '.join(o.limited_by)}", cliff_text(o),
+            f"{o.spare_vgprs} VGPRs and {o.spare_lds_bytes} bytes of LDS more cost nothing"))))
     return Group(table, *(Text(line) for line in lines))

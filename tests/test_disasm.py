@@ -18,7 +18,8 @@ from cdna4dsl.encode import encode
 
 ROOT = Path(__file__).parent.parent
 LLVM_BIN = Path(os.environ.get("LLVM_BIN", "/usr/lib/llvm-22/bin"))
-needs_llvm = pytest.mark.skipif(not (LLVM_BIN / "llvm-mc").exists(), reason=f"no llvm-mc with AMDGPU in {LLVM_BIN} (Debian: llvm-22; or set LLVM_BIN)")
+needs_llvm = pytest.mark.skipif(not (LLVM_BIN / "llvm-mc").exists(),
+                                reason=f"no llvm-mc with AMDGPU in {LLVM_BIN} (Debian: llvm-22; or set LLVM_BIN)")
 
 KERNEL = """
 .globl {name}
@@ -55,7 +56,8 @@ DESCRIPTOR = """
 def two_kernels() -> str:
     text = '.amdgcn_target "amdgcn-amd-amdhsa--gfx950"\n.text\n'
     for name, reg, vgprs, accum, sgprs in (("first", 2, 64, 32, 20), ("second", 3, 32, 32, 102)):
-        text += KERNEL.format(name=name, reg=reg) + DESCRIPTOR.format(name=name, vgprs=vgprs, accum=accum, sgprs=sgprs, more="  .amdhsa_ieee_mode 0")
+        text += KERNEL.format(name=name, reg=reg)
+        text += DESCRIPTOR.format(name=name, vgprs=vgprs, accum=accum, sgprs=sgprs, more="  .amdhsa_ieee_mode 0")
     return text + ".fill 64, 4, 0xbf9f0000\n"
 
 
@@ -100,7 +102,8 @@ def test_text_parses_to_the_same_programs(name, request):
         body = [encode(i, labels={n: 0 for n in p.labels}) for i in p.instructions[:len(q.instructions)]]
         assert p.name == q.name and [len(b) for b in body] == [len(encode(i, labels={n: 0 for n in q.labels})) for i in q.instructions]
         assert [str(i).split()[0] for i in p.instructions[:len(q.instructions)]] == [str(i).split()[0] for i in q.instructions]
-        assert (p.info.lds_bytes, p.info.kernarg_size, p.info.workgroup, p.info.args) == (q.info.lds_bytes, q.info.kernarg_size, q.info.workgroup, q.info.args)
+        known = lambda info: (info.lds_bytes, info.kernarg_size, info.workgroup, info.args)
+        assert known(p.info) == known(q.info)
 
 
 def test_labels_padding_and_json(pair):
@@ -117,8 +120,8 @@ def test_labels_padding_and_json(pair):
 
 def llvm(text: str, folder: Path) -> bytes:
     (folder / "k.s").write_text(text)
-    r = subprocess.run([LLVM_BIN / "llvm-mc", "-triple=amdgcn-amd-amdhsa", "-mcpu=gfx950", "-filetype=obj", folder / "k.s", "-o", folder / "k.o"],
-                       capture_output=True, text=True)
+    command = [LLVM_BIN / "llvm-mc", "-triple=amdgcn-amd-amdhsa", "-mcpu=gfx950", "-filetype=obj", folder / "k.s", "-o", folder / "k.o"]
+    r = subprocess.run(command, capture_output=True, text=True)
     assert r.returncode == 0 and not r.stderr, r.stderr[:3000]
     return (folder / "k.o").read_bytes()
 
@@ -211,20 +214,25 @@ def test_odd_code(tmp_path):
     text = disasm.text(listing, offsets=True)
     same(listing, disasm.listing(llvm(text, tmp_path), "again"))
     notes = [(i.text, i.note) for s in listing.sections for i in s.items if i.kind == "data"]
-    assert ".long 0xffffffff" in [t for t, _ in notes] and any("no counter" in n for _, n in notes) and (".byte 0x01, 0x02, 0x03", "not an instruction") in notes
+    assert (".long 0xffffffff", "not an instruction") in notes and (".byte 0x01, 0x02, 0x03", "not an instruction") in notes
+    assert any("no counter" in n for _, n in notes) and any("s105 has no name" in n for _, n in notes)
     assert any("where no instruction starts" in (i.note or "") for s in listing.sections for i in s.items)
-    assert '"a name: with spaces":' in text and ".set middle" in text and 'L1_0:' in text and "\nL_6c:" in text and ".fill 20, 4, 0x0" in text
+    for part in ('"a name: with spaces":', ".set middle", "L1_0:", "\nL_6c:", ".fill 20, 4, 0x0"):
+        assert part in text
 
 
 @needs_llvm
 def test_metadata_equals_llvm(tmp_path):
     """Names that YAML takes for numbers or truth values, quotes, comment characters, other alphabets."""
-    names = ["n", "nan", "12", "true", "1e5", "a b", "it's \"quoted\"", "x;y//z /* w */ # v", "\u00e9\u4e16\U0001f600", "tab\tnewline\n", "~", "-", "", "int*", ".x", "inf", "0x10"]
-    args = "".join(f"      - .name: {disasm._scalar(n)}\n        .offset: {8 * i}\n        .size: 8\n        .value_kind: by_value\n" for i, n in enumerate(names))
+    names = ["n", "nan", "12", "true", "1e5", "a b", "it's \"quoted\"", "x;y//z /* w */ # v",
+             "\u00e9\u4e16\U0001f600", "tab\tnewline\n", "~", "-", "", "int*", ".x", "inf", "0x10"]
+    args = "".join(f"      - .name: {disasm._scalar(n)}\n        .offset: {8 * i}\n        .size: 8\n        .value_kind: by_value\n"
+                   for i, n in enumerate(names))
     text = (".text\nk:\n  s_endpgm\n" + DESCRIPTOR.format(name="k", vgprs=8, accum=8, sgprs=8, more="")
-            + ".amdgpu_metadata\n---\namdhsa.version: [1, 2]\namdhsa.target: amdgcn-amd-amdhsa--gfx950\namdhsa.kernels:\n  - .name: k\n    .symbol: k.kd\n"
-              "    .kernarg_segment_size: 200\n    .kernarg_segment_align: 8\n    .group_segment_fixed_size: 0\n    .private_segment_fixed_size: 0\n"
-              "    .wavefront_size: 64\n    .sgpr_count: 8\n    .vgpr_count: 8\n    .max_flat_workgroup_size: 64\n    .reqd_workgroup_size: [64, 1, 1]\n"
+            + ".amdgpu_metadata\n---\namdhsa.version: [1, 2]\namdhsa.target: amdgcn-amd-amdhsa--gfx950\namdhsa.kernels:\n"
+              "  - .name: k\n    .symbol: k.kd\n    .kernarg_segment_size: 200\n    .kernarg_segment_align: 8\n"
+              "    .group_segment_fixed_size: 0\n    .private_segment_fixed_size: 0\n    .wavefront_size: 64\n    .sgpr_count: 8\n"
+              "    .vgpr_count: 8\n    .max_flat_workgroup_size: 64\n    .reqd_workgroup_size: [64, 1, 1]\n"
               f"    .args:\n{args}...\n.end_amdgpu_metadata\n")
     listing = disasm.listing(llvm(text, tmp_path), "k.o")
     assert [a[".name"] for a in listing.metadata["amdhsa.kernels"][0][".args"]] == names
@@ -234,7 +242,8 @@ def test_metadata_equals_llvm(tmp_path):
 @needs_llvm
 def test_mnemonics_equal_llvm_objdump(pair, tmp_path):
     (tmp_path / "k.co").write_bytes(pair)
-    out = subprocess.run([LLVM_BIN / "llvm-objdump", "-d", "--no-show-raw-insn", tmp_path / "k.co"], capture_output=True, text=True, check=True).stdout
+    command = [LLVM_BIN / "llvm-objdump", "-d", "--no-show-raw-insn", tmp_path / "k.co"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [l.split("//")[0].split() for l in out.splitlines() if l.startswith("\t")]
     ours = []
     for i in disasm.listing(pair, "k").sections[0].items:
@@ -247,7 +256,8 @@ def test_mnemonics_equal_llvm_objdump(pair, tmp_path):
 @pytest.mark.parametrize("cpu,message", [("gfx942", "gfx942"), ("gfx90a", "gfx90a"), ("gfx1100", "machine 0x41")])
 def test_other_amd_machines(cpu, message, tmp_path):
     (tmp_path / "k.s").write_text(".text\ns_endpgm\n")
-    subprocess.run([LLVM_BIN / "llvm-mc", "-triple=amdgcn-amd-amdhsa", f"-mcpu={cpu}", "-filetype=obj", tmp_path / "k.s", "-o", tmp_path / "k.o"], check=True)
+    command = [LLVM_BIN / "llvm-mc", "-triple=amdgcn-amd-amdhsa", f"-mcpu={cpu}", "-filetype=obj", tmp_path / "k.s", "-o", tmp_path / "k.o"]
+    subprocess.run(command, check=True)
     with pytest.raises(CodeObjectError, match=f"k.o: .*{message}.*gfx950"):
         disasm.listing((tmp_path / "k.o").read_bytes(), "k.o")
 
@@ -257,7 +267,8 @@ def test_no_gfx950(axpy):
     x86[18:20] = struct.pack("<H", 62)
     wide = bytearray(axpy)
     wide[4] = 1
-    for data, message in ((b"", "empty"), (b"MZ" + bytes(100), "no ELF"), (axpy[:40], "truncated"), (bytes(x86), "EM_X86_64"), (bytes(wide), "32-bit"),
+    for data, message in ((b"", "empty"), (b"MZ" + bytes(100), "no ELF"), (axpy[:40], "truncated"),
+                          (bytes(x86), "EM_X86_64"), (bytes(wide), "32-bit"),
                           (axpy[:len(axpy) // 2], "truncated")):
         with pytest.raises(CodeObjectError, match=f"k.co: .*{message}"):
             disasm.listing(data, "k.co")
@@ -273,7 +284,8 @@ def section_header(data: bytes, name: str) -> int:
     return headers(data) + 64 * elf.get_section_index(name)
 
 
-@pytest.mark.parametrize("field,value", [(24, 1 << 62), (24, (1 << 64) - 1), (32, 1 << 60), (32, (1 << 64) - 1), (32, 0), (48, 1 << 62), (16, 1 << 63), (4, 8)])
+@pytest.mark.parametrize("field,value", [(24, 1 << 62), (24, (1 << 64) - 1), (32, 1 << 60), (32, (1 << 64) - 1), (32, 0),
+                                         (48, 1 << 62), (16, 1 << 63), (4, 8)])
 @pytest.mark.parametrize("name", [".text", ".symtab", ".strtab", ".shstrtab", ".rodata", ".note"])
 def test_section_headers_that_lie(axpy, name, field, value):
     """Offset, size, alignment, address and type of sections, past all bounds."""
@@ -328,7 +340,8 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
     out = bytearray(data)
     tables = [(0, 64), (headers(data), len(data) - headers(data))]
     elf = ELFFile(io.BytesIO(data))
-    tables += [(s["sh_offset"], s["sh_size"]) for s in elf.iter_sections() if s["sh_type"] not in ("SHT_NULL", "SHT_NOBITS") and s["sh_size"]]
+    tables += [(s["sh_offset"], s["sh_size"]) for s in elf.iter_sections()
+               if s["sh_type"] not in ("SHT_NULL", "SHT_NOBITS") and s["sh_size"]]
     for _ in range(rng.choice([1, 1, 1, 2, 4, 16, 64])):
         at, size = rng.choice(tables) if rng.random() < 0.9 else (0, len(data))
         at += rng.randrange(max(1, size))
@@ -340,7 +353,8 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
         else:
             width = rng.choice([2, 4, 8])
             at -= at % width
-            value = rng.choice([0, 1, 0xFF, len(data), len(data) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1, rng.getrandbits(64)])
+            value = rng.choice([0, 1, 0xFF, len(data), len(data) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1,
+                                rng.getrandbits(64)])
             out[at:at + width] = (value & (1 << 8 * width) - 1).to_bytes(width, "little")
     return bytes(out[:rng.randrange(len(out))] if rng.random() < 0.15 else out)
 

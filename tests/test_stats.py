@@ -45,15 +45,16 @@ def of(text: str) -> stats.Stats:
 
 
 def test_mix_and_nested_loops():
-    s = of(NEST)
-    assert s.mix.instructions == 18 and s.mix.bytes == len(b"".join(encode.encode(i, labels=dict.fromkeys(("inner", "inner2", "middle", "outer"), 0))
-                                                                  for i in parse.parse(NEST, "t.s")[0].instructions))
+    s, program = of(NEST), parse.parse(NEST, "t.s")[0]
+    code = b"".join(encode.encode(i, labels=dict.fromkeys(program.labels, 0)) for i in program.instructions)
+    assert s.mix.instructions == 18 and s.mix.bytes == len(code)
     count = dict(MFMA=2, VALU=2, trans=1, SALU=3, SMEM=0, LDS=1, VMEM=1, wait=1, nop=1, branch=5, other=1)
     assert s.mix.categories == count and sum(count.values()) == 18
     assert s.mix.units == {"branch": 5, "lds": 1, "matrix": 2, "none": 3, "salu": 3, "valu": 3, "vmem": 1}
     assert s.mix.classes["xdl"] == 2 and s.mix.classes["trans"] == 1
     tree = [(x.label, x.depth, x.parent, x.where, x.mix.instructions) for x in s.loops]
-    assert tree == [("outer", 0, None, ("3", "21"), 16), ("middle", 1, 0, ("6", "14"), 8), ("inner", 2, 1, ("8", "13"), 6), ("inner2", 1, 0, ("18", "19"), 2)]
+    assert tree == [("outer", 0, None, ("3", "21"), 16), ("middle", 1, 0, ("6", "14"), 8),
+                    ("inner", 2, 1, ("8", "13"), 6), ("inner2", 1, 0, ("18", "19"), 2)]
     mfma = 2 * 32 * 32 * 16 + 2 * 16 * 16 * 32
     assert [x.mix.flops for x in s.loops] == [mfma, mfma, mfma, 0] and s.mix.flops == mfma
     assert s.loops[2].mix.categories["LDS"] == 1 and s.loops[2].mix.bytes == 4 + 8 + 8 + 8 + 4 + 4
@@ -82,7 +83,8 @@ def test_flops_of_every_matrix_instruction():
         if spec.unit != "matrix":
             assert stats.flops(spec) == 0
             continue
-        call = next((n for st in spec.semantics for n in (st[2:] if st[0] == "assign" else [st]) if n[0] == "call" and n[1] in ("mfma", "mfma_scale")), None)
+        nodes = (n for st in spec.semantics for n in (st[2:] if st[0] == "assign" else [st]))
+        call = next((n for n in nodes if n[0] == "call" and n[1] in ("mfma", "mfma_scale")), None)
         if call:
             sizes = [a[1] for a in call[2][:4 if call[1] == "mfma" else 3] if a[0] == "num"]
             product = 2
@@ -119,7 +121,8 @@ def test_occupancy(vgprs, lds, waves, groups, per_simd, limited, cliff):
         for part in ("vgprs_fewer", "lds_bytes_fewer"):
             if o.cliff[part]:
                 less = {k: o.cliff[k] - (k == part) for k in ("vgprs_fewer", "lds_bytes_fewer")}
-                assert stats.occupancy(vgprs - less["vgprs_fewer"], lds - less["lds_bytes_fewer"], waves).waves_per_simd < then.waves_per_simd
+                after = stats.occupancy(vgprs - less["vgprs_fewer"], lds - less["lds_bytes_fewer"], waves)
+                assert after.waves_per_simd < then.waves_per_simd
     if groups:
         assert stats.occupancy(vgprs + o.spare_vgprs, lds + o.spare_lds_bytes, waves).workgroups_per_cu == groups
         if vgprs + o.spare_vgprs < 512:
@@ -134,7 +137,7 @@ def test_instruction_cache():
     assert not s.loops[0].fits_cache and s.loops[0].cache_bytes == 65664
 
 
-def test_same_from_python_text_and_code_object(tmp_path):
+def test_same_from_python_text_and_code_object():
     program = fp8_hd128.build()
     data = asm.assemble(program)
     ways = [program, parse.parse(asm.to_text(program), "k.s")[0], codeobject.read(data, "k.co")[0]]
@@ -144,7 +147,8 @@ def test_same_from_python_text_and_code_object(tmp_path):
         # a descriptor counts VGPRs in eights, so the distance to the cliff may differ, not the cliff
         a, b = s.occupancy, results[0].occupancy
         assert (a.limits, a.limited_by, a.cliff["vgprs"], a.waves_per_simd) == (b.limits, b.limited_by, b.cliff["vgprs"], b.waves_per_simd)
-        assert [(x.first, x.last, x.offset, x.mix, x.depth) for x in s.loops] == [(x.first, x.last, x.offset, x.mix, x.depth) for x in results[0].loops]
+        shape = lambda s: [(x.first, x.last, x.offset, x.mix, x.depth) for x in s.loops]
+        assert shape(s) == shape(results[0])
     assert results[0].loops and results[0].loops[0].mix.categories["MFMA"] > 0 and "fp8_hd128.py:" in results[0].loops[0].where[0]
     r = results[0].registers
     assert r.vgprs_used <= r.vgprs and r.agprs_used <= r.agprs
@@ -154,7 +158,8 @@ def test_same_from_python_text_and_code_object(tmp_path):
 def test_counts_equal_llvm_objdump(tmp_path):
     program = fp8_hd128.build()
     (tmp_path / "k.co").write_bytes(asm.assemble(program))
-    out = subprocess.run([LLVM_BIN / "llvm-objdump", "-d", "--no-show-raw-insn", tmp_path / "k.co"], capture_output=True, text=True, check=True).stdout
+    command = [LLVM_BIN / "llvm-objdump", "-d", "--no-show-raw-insn", tmp_path / "k.co"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = [m[1] for line in out.splitlines() if (m := re.match(r"\t(\w+)", line))]
     names = names[:stats.stats(program).mix.instructions]          # behind them LLVM prints the padding
     c = stats.stats(program).mix.categories
