@@ -10,10 +10,12 @@ from pathlib import Path
 import click
 import numpy as np
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import asm, check as checker, emulate as emulator, isa as machine, simulate as simulator, target as targets, timeline
+from . import asm, check as checker, disasm as disassembler, emulate as emulator, isa as machine, simulate as simulator
+from . import stats as statistics, target as targets, timeline
 from .authoring import AuthoringError
 from .codeobject import CodeObjectError
 from .encode import DecodeError
@@ -318,6 +320,50 @@ def attention(name, all_kernels, inputs, use_random, seq, heads, kv_heads, batch
     else:
         out.print(proof.table(reports))
     sys.exit(0 if all(r.passed for r in reports) else 1)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--out", "destination", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE instead of the terminal.")
+@click.option("--offsets", is_flag=True, help="A comment with byte offset and encoding on each line.")
+@json_option
+def disasm(file, destination, offsets, as_json):
+    """Disassemble a gfx950 ELF FILE to text that assembles again. Exits 1 if something in it was not an instruction."""
+    with bad_input():
+        try:
+            data = file.read_bytes()
+        except OSError as e:
+            raise targets.TargetError(f"{file}: {e.strerror}") from None
+        listing = disassembler.listing(data, str(file))
+        content = json.dumps(listing.to_json(), indent=1) + "\n" if as_json else disassembler.text(listing, offsets=offsets)
+        if destination:
+            try:
+                asm.write_atomic(destination, content)
+            except OSError as e:
+                raise targets.TargetError(f"cannot write {destination}: {e.strerror}") from None
+        else:
+            click.echo(content, nl=False)
+    if listing.unknown:
+        err.print(f"{file}: {listing.unknown} place(s) are not an instruction", markup=False)
+    sys.exit(1 if listing.unknown else 0)
+
+
+@main.command()
+@target_argument
+@param_option
+@json_option
+def stats(target, params, as_json):
+    """Count what TARGET is made of: instruction mix, loops, code bytes, registers, occupancy."""
+    with bad_input():
+        results = [statistics.stats(p) for p in targets.load(target, targets.parameters(params))]
+    if as_json:
+        _print_json({"kernels": [s.to_json() for s in results]})
+    else:
+        for s in results:
+            shown = statistics.render(s)
+            # never squeezed: a file or a pipe has no width, and a terminal wraps
+            needed = Measurement.get(out, out.options.update(width=1000), shown).maximum
+            Console(highlight=False, soft_wrap=True, width=max(out.width, needed)).print(shown)
 
 
 @main.command()
