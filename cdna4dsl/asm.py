@@ -208,6 +208,8 @@ def assemble(program_or_text: Program | str, *, source: str = "input.s") -> byte
 def write_atomic(path: str | Path, data: bytes | str) -> Path:
     """Write to a temporary name beside ``path``, then rename: nobody sees half a file."""
     path = Path(path)
+    if not path.name:
+        raise IsADirectoryError(21, "a file's name is missing", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
     try:

@@ -41,6 +41,9 @@ def bad_input():
     except BAD_INPUT as e:
         err.print(f"error: {e}", markup=False)
         sys.exit(2)
+    except OSError as e:   # a folder that cannot be made, a full disk, a file that vanished
+        err.print(f"error: {e.filename or 'file'}: {e.strerror or e}", markup=False)
+        sys.exit(2)
     except KeyboardInterrupt:
         err.print("interrupted")
         sys.exit(130)

@@ -11,6 +11,7 @@ from elftools.elf.elffile import ELFFile
 from .encode import DecodeError, decode
 from .program import Arg, KernelInfo, Label, Program
 
+_PADDING = (bytes(4), (0xBF800000).to_bytes(4, "little"), (0xBF9F0000).to_bytes(4, "little"))
 _EM_AMDGPU, _MACH_MASK, _MACH_GFX950 = 224, 0xFF, 0x4F
 _NT_AMDGPU_METADATA = 32
 _DESCRIPTOR = 64
@@ -90,11 +91,29 @@ def _bytes_at(symbol, size: int, sections, source: str) -> tuple[bytes, object, 
     return section.data()[start:start + size], section, start
 
 
+def _code(symbol, symbols, sections, source: str) -> bytes:
+    """A kernel's bytes. Without a size (assembly that gives none) they end at the next function or the section's end,
+    and what pads that end (zero dwords, s_nop 0 and s_code_end) is no code."""
+    size = symbol["st_size"]
+    if size:
+        return _bytes_at(symbol, size, sections, source)[0]
+    _, section, start = _bytes_at(symbol, 0, sections, source)
+    begins = [s["st_value"] - section["sh_addr"] for s in symbols.values() if s["st_shndx"] == symbol["st_shndx"] and s["st_info"]["type"] == "STT_FUNC"]
+    end = min((b for b in begins if b > start), default=section["sh_size"])
+    code = section.data()[start:end]
+    code = code[:len(code) // 4 * 4]
+    while code[-4:] in _PADDING:
+        code = code[:-4]
+    if not code:
+        raise CodeObjectError(f"{source}: kernel {symbol.name} has no code")
+    return code
+
+
 def _kernel(name: str, symbols, sections, metadata, source: str) -> Program:
     if name not in symbols:
         raise CodeObjectError(f"{source}: {name}.kd has no kernel symbol {name}")
     descriptor, _, _ = _bytes_at(symbols[name + ".kd"], _DESCRIPTOR, sections, source)
-    code, _, _ = _bytes_at(symbols[name], symbols[name]["st_size"], sections, source)
+    code = _code(symbols[name], symbols, sections, source)
     notes = metadata.get(name, {})
     lds, private, kernarg = struct.unpack_from("<III", descriptor, 0)
     rsrc3, rsrc1, rsrc2, properties = struct.unpack_from("<IIIH", descriptor, 44)
@@ -107,7 +126,7 @@ def _kernel(name: str, symbols, sections, metadata, source: str) -> Program:
                  for i, a in enumerate(notes.get(".args", ())))
     agprs = int(notes.get(".agpr_count", max(0, total - accum)))
     info = KernelInfo(
-        name, workgroup, lds, kernarg, args, min(total, accum) if agprs else min(total, 256), agprs, ((rsrc1 >> 6 & 15) // 2 + 1) * 16,
+        name, workgroup, lds, kernarg, args, min(total, accum) if agprs else min(total, 256), agprs, max(1, min(102, ((rsrc1 >> 6 & 15) + 1) * 8 - 6)),
         tuple(bool(rsrc2 >> b & 1) for b in (7, 8, 9)), private, rsrc1 >> 16 & 3, rsrc1 >> 18 & 3, rsrc1 >> 12 & 3,
         bool(rsrc1 >> 21 & 1), bool(rsrc1 >> 23 & 1), bool(rsrc1 >> 26 & 1))
     return _instructions(name, code, info, source)

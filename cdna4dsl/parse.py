@@ -50,6 +50,7 @@ _TOKENS = {"COMMA": "','", "COLON": "':'", "VBAR": "'|'", "LPAR": "'('", "RPAR":
 _PLACE = re.compile(r"@(\S+\.py):(\d+)\s*$")
 _LABEL = re.compile(r"\s*([A-Za-z_.$][\w.$]*)\s*:(?!:)")
 _MAX_PROBLEMS = 20
+_DATA = {".long", ".byte", ".short", ".word", ".quad", ".int", ".ascii", ".asciz", ".string", ".fill", ".zero", ".space", ".skip", ".2byte", ".4byte", ".8byte"}
 
 
 @define
@@ -264,7 +265,8 @@ def parse(text: str, source: str = "input.s") -> list[Program]:
     label_lines: dict[str, int] = {}
     sections = {"section": ".text", "kernel": None, "metadata": None}
     kernels: dict[str, dict[str, int]] = {}
-    metadata: list[str] = []
+    metadata: list[tuple[int, str]] = []
+    data: list[tuple[int, int, str]] = []      # index of the instruction that would follow, line, directive
     directives = False
     clean = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n") or " ", text, flags=re.S)
     for number, raw in enumerate(clean.split("\n"), 1):
@@ -274,7 +276,7 @@ def parse(text: str, source: str = "input.s") -> list[Program]:
             if raw.strip() == ".end_amdgpu_metadata":
                 sections["metadata"] = None
             else:
-                metadata.append(raw)
+                metadata.append((number, raw))
             continue
         line, comment = _strip(raw)
         at = 0
@@ -291,6 +293,8 @@ def parse(text: str, source: str = "input.s") -> list[Program]:
             column = len(line) - len(line[at:].lstrip()) + 1
             if statement.startswith("."):
                 directives = True
+                if sections["section"].startswith(".text") and statement.split()[0] in _DATA:
+                    data.append((len(instructions), number, statement.split()[0]))
                 _directive(statement, symbols, sections, kernels)
             else:
                 try:
@@ -313,6 +317,10 @@ def parse(text: str, source: str = "input.s") -> list[Program]:
         for name in kernels:
             if name not in labels:
                 problems.append((1, 1, f".amdhsa_kernel {name}: no label '{name}'"))
+        begins = {len(instructions), *(labels[n] for n in kernels if n in labels)}
+        for index, number, word in data:
+            if not (index in begins and index and instructions[index - 1].mnemonic == "s_endpgm"):
+                problems.append((number, 1, f"{word} among instructions: data in code is only read after a kernel's last s_endpgm"))
         if not instructions:
             problems.append((1, 1, "no instruction"))
         elif directives and not kernels:
@@ -321,7 +329,10 @@ def parse(text: str, source: str = "input.s") -> list[Program]:
         raise ParseError(source, problems)
     if not kernels:
         return [Program("fragment", instructions, labels, None, source)]
-    notes = _metadata(metadata)
+    try:
+        notes = _metadata(metadata)
+    except _Number as e:
+        raise ParseError(source, [(e.args[0], 1, e.args[1])]) from None
     return [_kernel(name, values, notes.get(name, {}), instructions, labels, kernels, source) for name, values in kernels.items()]
 
 
@@ -357,18 +368,32 @@ def _directive(statement: str, symbols, sections, kernels) -> None:
         raise _Bad(f"{word} is not supported; expand it first (llvm-mc does)")
 
 
-def _metadata(lines: list[str]) -> dict[str, dict]:
+class _Number(Exception):
+    """(line, message): metadata with text where a number must be."""
+
+
+def _number(text: str, line: int, key: str) -> int:
+    try:
+        value = int(text.removeprefix("!!int").strip(), 0) if len(text) < 20 else -1
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1 << 32:
+        raise _Number(line, f".{key}: {text[:40]}: expected a number of 32 bits")
+    return value
+
+
+def _metadata(lines: list[tuple[int, str]]) -> dict[str, dict]:
     """Kernel name -> {"args", "workgroup"} from the YAML of .amdgpu_metadata as compilers and ``asm`` print it."""
     kernels: dict[str, dict] = {}
     entry: dict = {}
     arg: dict | None = None
     in_kernels = False
     entry_indent = None
-    for line in lines:
+    for number, line in lines:
         m = re.match(r"(\s*)(-\s+)?\.?([\w.]+):\s*(.*)$", line)
         if not m:
             continue
-        indent, dash, key, value = len(m[1]), bool(m[2]), m[3], m[4].strip().strip("'\"")
+        indent, dash, key, value = len(m[1]), bool(m[2]), m[3], m[4].removeprefix("!str").strip().strip("'\"")
         if key == "amdhsa.kernels":
             in_kernels = True
             continue
@@ -382,13 +407,13 @@ def _metadata(lines: list[str]) -> dict[str, dict]:
         elif arg is not None and indent <= entry_indent + 2:
             arg = None
         if arg is not None:
-            arg[key] = value
+            arg[key] = _number(value, number, key) if key in ("offset", "size") else value
         elif key == "name":
             kernels[value] = entry
         elif key == "max_flat_workgroup_size":
-            entry["flat"] = int(value)
+            entry["flat"] = _number(value, number, key)
         elif key == "reqd_workgroup_size":
-            numbers = [int(n) for n in re.findall(r"\d+", value)]
+            numbers = [_number(n, number, key) for n in re.findall(r"\d+", value)]
             entry["workgroup"] = tuple(numbers) if len(numbers) == 3 else None
     return kernels
 
@@ -407,8 +432,8 @@ def _kernel(name, values, notes, instructions, labels, kernels, source) -> Progr
     total = get("next_free_vgpr", 1)
     accum = get("accum_offset", min(256, -(-total // 4) * 4))
     kinds = {8: "u64", 4: "u32"}
-    args = tuple(Arg(a.get("name", f"arg{i}"), int(a.get("offset", 0)), int(a.get("size", 0)),
-                     "pointer" if a.get("value_kind") == "global_buffer" else kinds.get(int(a.get("size", 0)), "u32"))
+    args = tuple(Arg(a.get("name", f"arg{i}"), a.get("offset", 0), a.get("size", 0),
+                     "pointer" if a.get("value_kind") == "global_buffer" else kinds.get(a.get("size", 0), "u32"))
                  for i, a in enumerate(notes.get("args", ())))
     info = KernelInfo(name, notes.get("workgroup") or (flat, 1, 1), get("group_segment_fixed_size", 0), get("kernarg_size", 0), args,
                       min(total, accum), max(0, total - accum), get("next_free_sgpr", 0),

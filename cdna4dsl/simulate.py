@@ -15,7 +15,7 @@ from collections import deque
 import numpy as np
 from attrs import define, evolve, field, frozen
 
-from . import isa
+from . import isa, stats
 from .program import Imm, Instruction, Program, decode_waitcnt
 
 CATEGORIES = ("matrix", "valu", "salu", "lds", "vmem", "branch", "internal")
@@ -169,17 +169,9 @@ def _waves(program: Program) -> int | None:
 
 def occupancy(program: Program, waves: int, *, params: dict | None = None) -> int:
     """Waves a SIMD that registers and LDS allow, in whole workgroups of ``waves`` waves; 0 if not even one fits."""
-    get = _params(params)
-    simds, limit = get("chip.simds_per_cu"), get("chip.waves_per_simd")
-    groups = limit * simds // waves
-    if program.info:
-        granule = get("chip.vgpr_granule")
-        limit = min(limit, get("chip.vgprs") // (-(-program.info.total_vgprs // granule) * granule))
-        groups = limit // -(-waves // simds)
-        if program.info.lds_bytes:
-            granule = get("lds.granule")
-            groups = min(groups, get("lds.bytes") // (-(-program.info.lds_bytes // granule) * granule))
-    return -(-groups * waves // simds)
+    get, info = _params(params), program.info
+    groups = stats.occupancy(info.total_vgprs if info else 1, info.lds_bytes if info else 0, waves, get).workgroups_per_cu
+    return -(-groups * waves // get("chip.simds_per_cu"))
 
 
 # ---- one instruction, as the model sees it -----------------------------------------------------------------------

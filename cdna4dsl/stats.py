@@ -275,9 +275,9 @@ def _registers(program: Program) -> Registers:
     return Registers(used["v"], used["a"], used["s"], *allotted)
 
 
-def occupancy(vgprs: int, lds_bytes: int, waves: int) -> Occupancy:
+def occupancy(vgprs: int, lds_bytes: int, waves: int, get=None) -> Occupancy:
     """Of workgroups of so many waves with so many VGPRs (arch and acc together) a lane and bytes of LDS."""
-    get = isa.load().param
+    get = get or isa.load().param
     simds, slots, granule, lds_granule = get("chip.simds_per_cu"), get("chip.waves_per_simd"), get("chip.vgpr_granule"), get("lds.granule")
     allotted = -(-max(1, vgprs) // granule) * granule
     lds = -(-lds_bytes // lds_granule) * lds_granule

@@ -169,3 +169,46 @@ def test_attention_refuses(tmp_path):
     cdna4("attention", "--kernel", "fp9", "-o", tmp_path, code=2)
     cdna4("attention", "--heads", "3", "--kv-heads", "2", "-o", tmp_path, code=2)
     cdna4("attention", "--inputs", tmp_path / "few.npz", "--seed", "1", "-o", tmp_path, code=2)
+
+
+def test_places_that_cannot_be_written(tmp_path, launch):
+    """A file where a folder must be."""
+    (tmp_path / "file").write_text("")
+    file, *_ = launch
+    for args in (["build", FIRST, "-o", tmp_path / "file"], ["emulate", FIRST, "--launch", file, "--out", tmp_path / "file" / "deeper"],
+                 ["simulate", FIRST, "--timeline", tmp_path / "file" / "t.png"], ["simulate", FIRST, "--timeline", ""]):
+        message = cdna4(*args, code=2).stderr
+        assert "error: " in message.lower() and "Traceback" not in message
+
+
+def test_metadata_and_data_in_text(tmp_path):
+    """Metadata whose numbers are none, and data where an instruction must be."""
+    cdna4("build", FIRST, "-o", tmp_path)
+    text = (tmp_path / "axpy.s").read_text()
+    bad = tmp_path / "bad.s"
+    for old, new, pattern in ((".max_flat_workgroup_size: 256", ".max_flat_workgroup_size: 2x6", "2x6"), (".size: 8", ".size: v[0:1]", "32 bits"),
+                              ("  s_waitcnt", "  .long 0\n  s_waitcnt", ".long among instructions")):
+        assert old in text
+        bad.write_text(text.replace(old, new, 1))
+        line = next(i for i, raw in enumerate(bad.read_text().split("\n"), 1) if new.strip().split("\n")[0] in raw)
+        message = cdna4("check", bad, code=2).stderr
+        assert pattern in message and f"bad.s:{line}:" in message
+
+
+def test_a_kernel_symbol_without_a_size(tmp_path):
+    """Hand-written assembly often has no .size: the kernel ends at the section's end, and is never an empty program."""
+    cdna4("build", FIRST, "-o", tmp_path)
+    import io
+    from cdna4dsl import codeobject
+    code = (tmp_path / "axpy.hsaco").read_bytes()
+    from elftools.elf.elffile import ELFFile
+    data = bytearray(code)
+    for section in ELFFile(io.BytesIO(code)).iter_sections():
+        if section["sh_type"] in ("SHT_SYMTAB", "SHT_DYNSYM"):
+            for n, symbol in enumerate(section.iter_symbols()):
+                if symbol.name == "axpy":
+                    at = section["sh_offset"] + n * 24 + 16            # st_size
+                    data[at:at + 8] = bytes(8)
+    assert bytes(data) != code
+    found = codeobject.read(bytes(data), "axpy.hsaco")[0]
+    assert len(found.instructions) == len(codeobject.read(code, "axpy.hsaco")[0].instructions) > 20
