@@ -211,4 +211,4 @@ def test_a_kernel_symbol_without_a_size(tmp_path):
                     data[at:at + 8] = bytes(8)
     assert bytes(data) != code
     found = codeobject.read(bytes(data), "axpy.hsaco")[0]
-    assert len(found.instructions) == len(codeobject.read(code, "axpy.hsaco")[0].instructions) > 20
+    assert len(found.instructions) == len(codeobject.read(code, "axpy.hsaco")[0].instructions) > 10
