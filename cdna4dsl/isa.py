@@ -183,6 +183,7 @@ class Machine:
     sources: dict[str, str]
     params: dict[str, Param]
     encodings: dict[str, Encoding]
+    names: dict[str, dict[str, int]]  # words that assembly text has for numbers, by kind
     timings: dict[str, Timing]
     hazards: tuple[HazardRule, ...]
     instructions: dict[str, InstructionSpec]
@@ -285,6 +286,9 @@ class _Tree(lark.Transformer):
         cite = next(f for f in rest if isinstance(f, Cite))
         return ("encoding", Encoding(name, bits, literal, dict(f for f in rest if isinstance(f, tuple)), {f.name: f for f in fields}, cite))
 
+    def names(self, c):
+        return ("names", str(c[0]), {str(n): int(v, 0) for n, v in zip(c[2::2], c[3::2])}, c[1])
+
     def attribute(self, c):
         return (str(c[0]), c[1])
 
@@ -317,7 +321,7 @@ class _Tree(lark.Transformer):
 def load() -> Machine:
     """Parse every ``*.isa`` file. Raises SpecError with file, line and column."""
     parser = _parser("specs")
-    sources, params, encodings, timings, hazards, families = {}, {}, {}, {}, [], []
+    sources, params, encodings, names, timings, hazards, families = {}, {}, {}, {}, {}, [], []
     for path in sorted(SPEC_DIR.glob("*.isa")):
         text = path.read_text()
         try:
@@ -336,6 +340,8 @@ def load() -> Machine:
                 params[record[1].name] = record[1]
             elif kind == "encoding":
                 encodings[record[1].name] = record[1]
+            elif kind == "names":
+                names[record[1]] = record[2]
             elif kind == "class":
                 timings[record[1].name] = record[1]
             else:
@@ -350,7 +356,7 @@ def load() -> Machine:
         for s in cite.sources:
             if s not in sources:
                 raise SpecError(f"unknown source '{s}'; known: {', '.join(sources)}")
-    return Machine(sources, params, encodings, timings, tuple(hazards), instructions)
+    return Machine(sources, params, encodings, names, timings, tuple(hazards), instructions)
 
 
 def _family(file, node, encodings, timings):

@@ -964,7 +964,10 @@ def test_barriers_in_different_places():
 
 
 def test_every_instruction_is_tested():
-    text = Path(__file__).read_text().replace("\\n", " ")
+    """Here or in a test_semantics_*.py. What has no semantics is listed by `cdna4 isa --missing`."""
+    here = Path(__file__)
+    text = "".join(p.read_text() for p in (here, *sorted(here.parent.glob("test_semantics_*.py")))).replace("\\n", " ")
+    words = set(re.findall(r"\w+", text))
     generated = ("v_cmp_", "s_cmp_", "v_mfma_", *(a + b for a in ("buffer_", "global_") for b in ("load_dword", "store_dword")),
                  "s_load_dword", "ds_read_b", "ds_write_b")
-    assert [n for n in M.instructions if not re.search(rf"\b{n}\b", text) and not n.startswith(generated)] == []
+    assert [n for n, i in M.instructions.items() if i.semantics_text and n not in words and not n.startswith(generated)] == []
